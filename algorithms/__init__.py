@@ -1,4 +1,4 @@
-"""Holds RL algorithms, one file each. Every file defines a ``SPEC`` that the registry finds by the file's name.
+"""Contains RL algorithms, one per file. Every file defines a ``SPEC``. The registry finds it by the file's name.
 
-Start reading in `grpo.py`. functional/ holds the shared maths, and policy_gradient/ the shared settings and loss terms.
+Start reading in `grpo.py`. functional/ has the shared maths, policy_gradient/ the shared settings and loss terms.
 """

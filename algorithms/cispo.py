@@ -1,7 +1,7 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585) is REINFORCE with a clipped, detached importance weight.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped, detached importance weight.
 
-The clip bounds a token's weight. Unlike PPO's clip it never removes a token's gradient. The paper has no lower bound
-and a tuned upper bound whose value it does not state; a weight of at most 5 is ScaleRL's (arXiv 2510.13786).
+The clip limits a token's weight. PPO's clip can remove a token's gradient; this clip never does. The paper has no lower
+bound, and does not state the value of its tuned upper bound. ScaleRL (arXiv 2510.13786) uses a weight of at most 5.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class CispoConfig(P.GroupConfig):
-    """Holds the settings of CISPO; conf/algo documents the values."""
+    """Holds the settings of CISPO. conf/algo documents the values."""
 
     name: str = "cispo"
     clip_low: float = 1.0
@@ -24,7 +24,7 @@ class CispoConfig(P.GroupConfig):
 
 
 def check(config: CispoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.group_problems(config)
     if not 0 < config.clip_low <= 1:
         problems.append(f"algo.clip_low={config.clip_low}: must lie in (0, 1]. CISPO uses 1, which is no lower bound.")

@@ -1,6 +1,6 @@
-"""DAPO (arXiv 2503.14476) is GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
+"""DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
 
-The punishment is off in the presets, because its lengths depend on the run; the paper uses 20480 and 4096 tokens.
+The presets switch the punishment off, because its lengths depend on the run. The paper uses 20480 and 4096 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DapoConfig(P.GroupConfig, P.TokenClipConfig):
-    """Holds the settings of DAPO; conf/algo documents the values."""
+    """Holds the settings of DAPO. conf/algo documents the values."""
 
     name: str = "dapo"
     clip_high: float = 0.28
@@ -29,7 +29,7 @@ class DapoConfig(P.GroupConfig, P.TokenClipConfig):
 
 
 def check(config: DapoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.group_problems(config) + P.token_clip_problems(config, usual="DAPO uses 0.2 and 0.28.")
     if config.max_dropped_in_a_row < 0:
         problems.append(
@@ -46,25 +46,25 @@ def check(config: DapoConfig) -> None:
 
 
 def punishments(inputs: AdvantageInputs, config: DapoConfig) -> Tensor | None:
-    """Returns the punishments for length, ``[samples]`` in [-1, 0], or None if there are none."""
+    """Returns the length punishments, ``[samples]`` in [-1, 0], or None if the punishment is off."""
     if not config.overlong_length:
         return None
     return F.overlong_penalty(lengths=inputs.lengths, max_length=config.overlong_length, buffer=config.overlong_buffer)
 
 
 def rewards_with_overlong_penalty(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
-    """Returns the ``[samples]`` rewards after the length punishment and, if it is part of the reward, the KL."""
+    """Returns the ``[samples]`` rewards with length punishment and, for ``kl_placement`` "reward", KL penalty."""
     rewards, punished = P.penalized_rewards(inputs, config), punishments(inputs, config)
     return rewards if punished is None else rewards + punished
 
 
 def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
-    """Returns GRPO's advantages of the punished rewards, ``[tokens]`` float32."""
+    """Returns GRPO's advantages, computed from the punished rewards, ``[tokens]`` float32."""
     return P.group_advantages(inputs, config, punishments=punishments(inputs, config))
 
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:
-    """Normalises a step's advantages as GRPO does, with the std of the punished rewards."""
+    """Normalises a step's advantages like GRPO, but with the std of the punished rewards."""
     return P.normalize_group(
         advantages,
         inputs,
@@ -74,7 +74,7 @@ def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], c
 
 
 def drop_group(rewards: Sequence[float], dropped_in_a_row: int, config: DapoConfig) -> str | None:
-    """Returns the reason to drop a group (dynamic sampling on the rewards without punishment), or None to keep it."""
+    """Returns a reason to drop the group, or None to keep it. Dynamic sampling uses the rewards without punishment."""
     return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=config.max_dropped_in_a_row)
 
 

@@ -1,8 +1,8 @@
 """On-policy distillation: the student samples, and a teacher computes the log-prob of every sampled token.
 
-The forms ``pure`` and ``advantage`` put d = log π_S - log π_T of the sampled tokens into the advantage (MiniLLM, arXiv
-2306.08543). The forms ``topk_…`` differentiate a divergence over the teacher's top-k tokens at the positions that the
-student sampled (GKD, arXiv 2306.13649). `algorithms.functional.teacher_log_ratio` explains why d itself is no loss.
+The forms ``pure`` and ``advantage`` use d = log π_S - log π_T of the sampled tokens in the advantage (MiniLLM, arXiv
+2306.08543). The forms ``topk_…`` use a divergence over the teacher's top-k tokens as the loss, at the positions that
+the student sampled (GKD, arXiv 2306.13649). `algorithms.functional.teacher_log_ratio` explains why d cannot be a loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVED_BY = ("forward", "engine")
 
 @dataclass(frozen=True)
 class DistillConfig(P.GroupConfig, P.TokenClipConfig):
-    """Holds the settings of distillation; conf/algo documents the values."""
+    """Holds the settings of distillation. conf/algo documents the values."""
 
     name: str = "distill"
     form: str = "pure"
@@ -46,7 +46,7 @@ class DistillConfig(P.GroupConfig, P.TokenClipConfig):
 
 
 def requirements(config: DistillConfig) -> Requirements:
-    """Returns the requirements with the teachers; only the forms ``topk_…`` need the teachers' top-k tokens."""
+    """Returns the requirements, with the teachers. Only the forms ``topk_…`` need the teachers' top-k tokens."""
     teacher = TeacherRequirements(
         models=_teachers(config),
         key=config.teacher_key,
@@ -57,13 +57,13 @@ def requirements(config: DistillConfig) -> Requirements:
 
 
 def _teachers(config: DistillConfig) -> dict[str, str]:
-    """Returns the folder or built-in model of each teacher by name; a teacher whose value is null is left out."""
+    """Returns teacher name → folder or built-in model. Leaves out teachers with the value null."""
     teachers = BUILTIN_TEACHER if config.teachers is None else config.teachers
     return {name: model for name, model in teachers.items() if model is not None}
 
 
 def check(config: DistillConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.common_problems(config) + P.deviation_problems(config, F.DEVIATIONS)
     if config.form == "advantage":
         problems = P.group_problems(config)
@@ -111,8 +111,8 @@ def _top_k_problems(config: DistillConfig) -> list[str]:
 def advantages(inputs: AdvantageInputs, config: DistillConfig) -> Tensor:
     """Returns the advantages, ``[tokens]`` float32, with d_t = log π_S - log π_T and λ = ``teacher_coef``.
 
-    "pure" has -λ d_t and ignores the rewards, "advantage" has the group-relative advantage less λ d_t, and ``topk_…``
-    has 0. A KL to the reference that is part of the reward is subtracted too; "pure" subtracts each token's own KL.
+    "pure" has -λ d_t and ignores the rewards. "advantage" has the group-relative advantage minus λ d_t. ``topk_…`` has
+    0. For ``kl_placement`` "reward", the KL to the reference is subtracted, too; "pure" subtracts it token by token.
     """
     if config.form in TOP_K:
         return inputs.loss_mask.float() * 0.0
@@ -127,7 +127,7 @@ def advantages(inputs: AdvantageInputs, config: DistillConfig) -> Tensor:
 
 
 def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
-    """Returns PPO's clipped loss, or λ times the divergence, without a clip, for the forms ``topk_…``."""
+    """Returns PPO's clipped loss. For the forms ``topk_…``, returns λ times the divergence, without a clip."""
     assert inputs.teacher_logprobs is not None, "requirements() requests a teacher"
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,

@@ -1,6 +1,6 @@
-"""Dr. GRPO (arXiv 2503.20783) is GRPO without two biases: division by the group's std and by the response length.
+"""Dr. GRPO (arXiv 2503.20783): GRPO without two biases, division by the group's std and by the response length.
 
-A = r - mean. Each response's sum is divided by one constant length, the maximum length of a response.
+The advantage is r - mean. The sum over a response's tokens is divided by a constant, the maximum response length.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DrGrpoConfig(P.CreditConfig, P.TokenClipConfig):
-    """Holds the settings of Dr. GRPO; conf/algo documents the values."""
+    """Holds the settings of Dr. GRPO. conf/algo documents the values."""
 
     name: str = "dr_grpo"
     aggregation: str = "seq_mean_token_sum_norm"
 
 
 def check(config: DrGrpoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.baseline_problems(config) + P.credit_problems(config)
     P.refuse(problems + P.token_clip_problems(config, usual="Dr. GRPO uses 0.2 and 0.2."))
 
@@ -35,7 +35,7 @@ def _centred(rewards: Tensor) -> Tensor:
 
 
 def advantages(inputs: AdvantageInputs, config: DrGrpoConfig) -> Tensor:
-    """Returns rewards less the mean of the compared episodes (or turns), ``[tokens]`` float32."""
+    """Returns the rewards minus the mean of the compared episodes or turns, ``[tokens]`` float32."""
     return P.credited_advantages(inputs, config, _centred)
 
 

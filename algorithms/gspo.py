@@ -1,7 +1,7 @@
-"""GSPO (arXiv 2507.18071) has one length-normalised ratio per sequence, clipped in a very narrow range.
+"""GSPO (arXiv 2507.18071): one length-normalised ratio per sequence, clipped to a very narrow range.
 
-The sequence's log-ratio is a mean over tokens and therefore far smaller than a token's: a clip at PPO's 0.2 would never
-act.
+The log-ratio of a sequence is a mean over tokens, far smaller than the log-ratio of a token. So PPO's clip of 0.2 would
+never act.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class GspoConfig(P.GroupConfig, P.ClipConfig):
-    """Holds the settings of GSPO; conf/algo documents the values."""
+    """Holds the settings of GSPO. conf/algo documents the values."""
 
     name: str = "gspo"
     clip_low: float = 3e-4
@@ -24,7 +24,7 @@ class GspoConfig(P.GroupConfig, P.ClipConfig):
 
 
 def check(config: GspoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     P.refuse(P.group_problems(config) + P.clip_problems(config, usual="GSPO uses 3e-4 and 4e-4."))
 
 
@@ -46,7 +46,7 @@ def loss(inputs: LossInputs, config: GspoConfig) -> LossOutputs:
 
 SPEC = AlgorithmSpec(
     name="gspo",
-    summary="one length-normalised ratio a sequence, clipped at 3e-4 / 4e-4",
+    summary="one length-normalised ratio per sequence, clipped at 3e-4 / 4e-4",
     config=GspoConfig,
     requirements=P.group_requirements,
     check=check,

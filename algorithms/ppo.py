@@ -1,10 +1,10 @@
-"""PPO (arXiv 1707.06347) has a critic, GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
+"""PPO (arXiv 1707.06347): a critic, GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
 
-A turn's reward is the reward of its last trained token. The critic has a clipped value loss; it is a separate model, so
-this loss needs no coefficient. The presets use two epochs; the paper uses 10 with a discount of 0.99 on continuous
-control and 3 on Atari (tables 3 and 5), and its value loss has no clip. ``gae_alpha`` above 0 selects VAPO's decoupled,
-length-adaptive GAE (arXiv 2504.05118): λ of the advantages then depends on the response's length, and λ of the critic's
-returns is ``gae_lambda``.
+The reward of a turn is given at its last trained token. The critic has a clipped value loss. It is a separate model, so
+its loss needs no coefficient. The presets use two epochs. The paper uses 10 epochs with a discount of 0.99 on
+continuous control and 3 epochs on Atari (tables 3 and 5), and its value loss has no clip. ``gae_alpha`` above 0 selects
+VAPO's decoupled, length-adaptive GAE (arXiv 2504.05118): λ of the advantages depends on the response length, and λ of
+the critic's returns is ``gae_lambda``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PpoConfig(P.TokenClipConfig):
-    """Holds the settings of PPO; conf/algo documents the values."""
+    """Holds the settings of PPO. conf/algo documents the values."""
 
     name: str = "ppo"
     epochs: int = 2
@@ -36,12 +36,15 @@ class PpoConfig(P.TokenClipConfig):
 
 
 def requirements(config: PpoConfig) -> Requirements:
-    """Returns `policy_gradient.requirements` for whole steps with their turns, and a critic."""
+    """Returns `policy_gradient.requirements` with whole steps, turns and a critic."""
     return dataclasses.replace(P.requirements(config, whole_step=True, turns=True), critic=True)
 
 
 def check(config: PpoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix; a group may have one sample."""
+    """Raises ValueError with all invalid settings and their fixes.
+
+    Groups of one sample are allowed.
+    """
     problems = P.common_problems(config) + P.token_clip_problems(config, usual="PPO uses 0.2 and 0.2.")
     for key in ("gamma", "gae_lambda"):
         if not 0 <= getattr(config, key) <= 1:
@@ -103,7 +106,7 @@ def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], c
 
 
 def value_loss(inputs: ValueInputs, config: PpoConfig) -> LossOutputs:
-    """Returns the critic's loss; its metric ``clip`` is the share of tokens whose gradient the clip removes."""
+    """Returns the critic's loss. The metric ``clip`` is the share of tokens that lose their gradient by the clip."""
     critic = F.clipped_value_loss(
         values=inputs.values,
         old_values=inputs.old_values,

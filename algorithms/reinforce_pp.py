@@ -1,9 +1,9 @@
-"""REINFORCE++ (arXiv 2501.03262) has PPO's clip without critic; advantages are normalised over the whole step.
+"""REINFORCE++ (arXiv 2501.03262): PPO's clip without a critic, advantages normalised over the whole step.
 
-``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples per prompt: the group's mean is
-subtracted first, and a KL is k2 as a loss. ``group_baseline=false`` with ``kl_placement=reward`` and
-``kl_estimator=k1`` is its plain form: each token's reward includes the KL from this token to the response's end. The
-plain form's only baseline is the mean over the step, so its groups may have one sample.
+``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples per prompt. The group's mean is
+first subtracted, and the KL is k2 in the loss. ``group_baseline=false`` with ``kl_placement=reward`` and
+``kl_estimator=k1`` is the paper's plain form. The return of a token then includes the KL from this token to the end of
+the response. The only baseline of the plain form is the mean over the step, so a group may have one sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReinforcePpConfig(P.CreditConfig, P.TokenClipConfig):
-    """Holds the settings of REINFORCE++; conf/algo documents the values."""
+    """Holds the settings of REINFORCE++. conf/algo documents the values."""
 
     name: str = "reinforce_pp"
     group_baseline: bool = True
@@ -32,12 +32,12 @@ class ReinforcePpConfig(P.CreditConfig, P.TokenClipConfig):
 
 
 def requirements(config: ReinforcePpConfig) -> Requirements:
-    """Returns `policy_gradient.credit_requirements` for whole steps."""
+    """Returns `policy_gradient.credit_requirements` with whole steps."""
     return P.credit_requirements(config, whole_step=True)
 
 
 def check(config: ReinforcePpConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.baseline_problems(config) if config.group_baseline else P.common_problems(config)
     problems += P.token_clip_problems(config, usual="REINFORCE++ uses 0.2 and 0.2.")
     problems += P.credit_problems(config)
@@ -54,9 +54,9 @@ def check(config: ReinforcePpConfig) -> None:
 def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     """Returns the advantages before `normalize`, ``[tokens]`` float32: Σ_k γ^(k - t) r_k of each trained token t.
 
-    The sum is over the sample's trained tokens k from t on. r_k is the token's KL penalty with a minus sign, plus the
-    sample's reward at the last trained token. With ``credit`` "gigpo" the tokens of a turn also have its weighted
-    step-level advantage, which contains no KL and which ``gamma`` does not discount.
+    The sum is over the sample's trained tokens k >= t. r_k is minus the token's KL penalty; at the last trained token,
+    r_k also includes the sample's reward. With ``credit`` "gigpo", the weighted step-level advantage of the turn is
+    added. It contains no KL and is not discounted by ``gamma``.
     """
     of_episodes = _of_episodes(inputs, config)
     if config.credit != "gigpo":

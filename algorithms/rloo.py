@@ -1,8 +1,8 @@
-"""RLOO (arXiv 2402.14740) is REINFORCE with the mean of the group's other rewards as baseline.
+"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
 
-A response is one action, so its log-probs are summed and not averaged over its length. The sum is divided by one
-constant length, as in Dr. GRPO, so that the gradient-norm clip acts as it does for the other algorithms. At r = 1 the
-gradient of the clipped surrogate is that of REINFORCE; the clip only limits ratios that staleness has changed.
+A response is one action, so its log-probs are summed, not averaged over its length. The sum is divided by a constant
+length, as in Dr. GRPO, to keep gradient norms in the range of the other algorithms. At r = 1 the clipped surrogate has
+the gradient of REINFORCE. The clip only limits ratios that changed by staleness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
-    """Holds the settings of RLOO; conf/algo documents the values."""
+    """Holds the settings of RLOO. conf/algo documents the values."""
 
     name: str = "rloo"
     aggregation: str = "seq_mean_token_sum_norm"
@@ -30,7 +30,7 @@ class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
 
 
 def check(config: RlooConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = P.baseline_problems(config) + P.credit_problems(config)
     problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     if config.normalize_std == "others" and config.group_size < 3:

@@ -1,4 +1,4 @@
-"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), has a soft gate of the ratio instead of a hard clip."""
+"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347): a soft gate of the ratio replaces the hard clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class SapoConfig(P.GroupConfig):
-    """Holds the settings of SAPO; conf/algo documents the values."""
+    """Holds the settings of SAPO. conf/algo documents the values."""
 
     name: str = "sapo"
     tau_positive: float = 1.0
@@ -20,7 +20,7 @@ class SapoConfig(P.GroupConfig):
 
 
 def check(config: SapoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     P.refuse(P.group_problems(config) + P.not_positive_problems(config, tau_positive=1.0, tau_negative=1.05))
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks: commands that measure the numbers quoted in the README, ``python -m benchmarks.<name>``."""
+"""Benchmarks: the commands ``python -m benchmarks.<name>`` measure the numbers in the README."""

@@ -1,19 +1,19 @@
-"""Compares all algorithms on the demo (reverse_digits) from the same warm start: final scores and steps to reach them.
+"""Compares the final scores and the speed of learning of all algorithms on the demo, from the same initial model.
 
-    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl           # prints the table
-    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl --docs    # and puts it into docs/algorithms.md
-    python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl # prints a table python -m benchmarks.algorithms
+    --results /tmp/algorithms.jsonl --docs # writes the table into docs/algorithms.md, too python -m
+    benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
 
 A run takes about twenty seconds and then adds one line to --results. Runs with a line in that file are skipped, so the
 same command continues an interrupted benchmark.
 
-``reward``: mean of the first and of the last ten train steps. ``exact``: share of exact greedy answers of the held-out
-split before and after training. ``steps``: train steps until the mean share of exact sampled answers of the last ten
-steps reached 0.9; for algorithms that drop groups, only trained groups count. ``cut``: share of tokens that the loss
-clips. ``groups``: generated groups for each trained group. These columns are from mode=async with seeds 0, 1, …;
-``colocate``: exact after training with mode=colocate and seed 0. ``teacher``: for distillation, the teacher's share of
-exact greedy answers. ``distill_grpo``: the teacher is the student after a grpo run with the same seed, read from the
-hf/ folder of that run.
+``reward``: mean over the first ten and over the last ten train steps. ``exact``: share of exact greedy answers on the
+held-out split, before and after training. ``steps``: train steps until the share of exact sampled answers, averaged
+over ten steps, first reached 0.9. For algorithms that drop groups, the share covers trained groups only. ``cut``: share
+of tokens that the loss clips. ``groups``: number of generated groups per trained group. These columns come from runs
+with mode=async and seeds 0, 1, …. ``colocate``: the same share after training with mode=colocate and seed 0.
+``teacher``: for distillation, the teacher's share of exact greedy answers. ``distill_grpo``: the teacher is the student
+after a grpo run with the same seed, read from the hf/ folder of that run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Defines one run of the table. The row ``distill_grpo`` trains its teacher in a run before it."""
+    """Defines one run of the table. For the row ``distill_grpo``, another run trains the teacher first."""
 
     row: str
     mode: str
@@ -102,7 +102,7 @@ def _parse() -> argparse.Namespace:
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str, ...]) -> Iterator[Run]:
-    """Yields the runs seed by seed, so that an interrupted benchmark has a complete table of fewer seeds."""
+    """Yields the runs seed by seed. An interrupted benchmark then has a complete table of fewer seeds."""
     for seed in range(seeds):
         for row in rows:
             yield Run(row=row, mode=ASYNC, seed=seed, steps=steps, overrides=overrides)
@@ -111,7 +111,7 @@ def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str
 
 
 def read_results(file: Path) -> dict[Run, Metrics]:
-    """Returns the finished runs of a file of results; an incomplete last line is skipped."""
+    """Returns the finished runs of a results file. Skips an incomplete last line."""
     if not file.exists():
         return {}
     found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -121,7 +121,7 @@ def read_results(file: Path) -> dict[Run, Metrics]:
 
 
 def write_result(file: Path, run: Run, figures: Metrics) -> None:
-    """Adds a line and replaces an incomplete last line."""
+    """Appends a line to the results file, in place of an incomplete last line."""
     whole = file.read_text().rpartition("\n")[:2] if file.exists() else ()
     partial = file.with_suffix(".partial")
     partial.write_text("".join(whole) + json.dumps({"run": asdict(run), "figures": figures}) + "\n")
@@ -144,7 +144,7 @@ def _figures(run: Run) -> Metrics:
 
 @cache
 def _level_of_builtin_teacher() -> float:
-    """Returns the teacher's share of exact answers, from a run of the teacher that evaluates before its first step."""
+    """Returns the teacher's share of exact answers. Runs the teacher with an evaluation before the first step."""
     run = Run(row="grpo", mode=COLOCATE, seed=0, steps=1)
     with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
         keys = [*_common(run), "model.builtin=tiny_qwen3_teacher", "eval.every=1", "run.export_hf=false"]
@@ -176,7 +176,7 @@ def run_metrics(run: FinishedRun) -> Metrics:
 
 
 def steps_to(level: float, values: Sequence[float]) -> int | None:
-    """Returns after how many steps the mean of the last `WINDOW` values first reaches ``level``, or None."""
+    """Returns the number of steps until the mean of the last `WINDOW` values reaches ``level``, or None."""
     for end in range(WINDOW, len(values) + 1):
         if fmean(values[end - WINDOW : end]) >= level:
             return end
@@ -185,7 +185,7 @@ def steps_to(level: float, values: Sequence[float]) -> int | None:
 
 # -- print-out --------------------------------------------------------------------------------------------------------
 def table(done: Mapping[Run, Metrics], *, seeds: int) -> str:
-    """Returns a Markdown table of means over the seeds, but the steps of each seed; "—" if there is no value."""
+    """Returns a Markdown table of means over the seeds. ``steps`` lists every seed, and "—" marks a missing value."""
     rows = [HEADINGS, ("---",) * len(HEADINGS)]
     for name in sorted({run.row for run in done}):
         runs = [done[run] for run in sorted(done, key=lambda run: run.seed) if (run.row, run.mode) == (name, ASYNC)]

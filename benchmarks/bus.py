@@ -1,9 +1,9 @@
 """Measures the cost of the data bus: ``python -m benchmarks.bus`` (about two minutes; shorter with ``--quick``).
 
-``--media`` measures media items instead.
+With ``--media`` it measures only media items.
 
-Prints for every backend: round trips at the demo's size, rows per second, and bytes per second against memcpy. Then it
-prints the CPU time of a row as the ledger grows; this code is the same for all backends.
+Prints for every backend: round trips at the demo's size, rows per second, and bytes per second compared with memcpy.
+Then prints the CPU time per row as the ledger grows. The ledger's code is the same for all backends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from relax_core.bus.settings import BusSettings
 from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid
 
-# The columns of a row that the ledger's file keeps: its episodes, here of one turn each.
+# The columns of a row that the ledger's file stores: the row's episodes, here with one turn each.
 _EPISODES = [
     Episode(
         sample_uid("g00001000", place),
@@ -52,7 +52,7 @@ assert tuple(PERSISTED) == PERSISTED_COLUMNS
 
 
 class _GrowingLedger:
-    """Holds a bus core with its journal on disk, filled with a number of samples."""
+    """Holds a bus core with its journal on disk. The ledger is filled with a number of samples."""
 
     def __init__(self, path: Path, *, samples: int) -> None:
         settings = BusSettings(
@@ -86,7 +86,7 @@ class _GrowingLedger:
             self.core.progress()
 
     def measure(self, steps: int) -> None:
-        """Records the CPU seconds per row, including the journal's thread."""
+        """Records the CPU seconds per row, including the CPU time of the journal's thread."""
         start = time.process_time()
         self.train_steps(steps)
         self.journal.flush(timeout_s=T)
@@ -94,7 +94,7 @@ class _GrowingLedger:
 
 
 def measure_ledger(folder: Path, *, sizes: tuple[int, ...], rounds: int) -> None:
-    """Prints the CPU time of a row by ledger size; ledgers take turns, so that machine load affects all alike."""
+    """Prints the CPU time per row by ledger size. The ledgers alternate, so machine load affects all equally."""
     ledgers = [_GrowingLedger(folder / f"ledger{samples}.sqlite", samples=samples) for samples in sizes]
     for _ in range(rounds):
         for ledger in ledgers:

@@ -1,9 +1,10 @@
 """Measures the cost of media items on the data bus: ``python -m benchmarks.bus --media``.
 
-An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends and
-places take turns with the bounds within one Ray: memcpy, and a plain write to a new file in /dev/shm. numpy requests
-huge pages. Files in /dev/shm get none if the kernel's setting is "never", so memcpy into new 4 KB pages is a separate
-bound. The bus process maps no item, and its peak memory shows whether items pass through it.
+The benchmark writes an item of 12 MB, acquires it and puts it on the bus with its group. Then a trainer leases the
+group and maps the item. The upper bounds are memcpy and a plain write to a new file in /dev/shm; numpy's memory uses
+huge pages. With the kernel's setting "never", files in /dev/shm have small pages, so memcpy into new 4 KB pages is a
+separate bound. Backends, storage places and bounds alternate in one Ray session. The bus process maps no item: its peak
+memory shows whether items pass through the bus process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import write_item
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray_bus import RayBus  # Ray reads the environment that `local_ray` sets when it is imported
+    from relax_core.bus.ray_bus import RayBus  # on import Ray reads the environment that `local_ray` sets
 
 GROUPS = 8
 FRAMES = (64, 250, 250, 3)  # 12 MB
@@ -39,20 +40,20 @@ WARM_UP_CYCLES = 2  # Ray's store and the Ray task that moves files into it are 
 
 
 class MediaLine:
-    """Holds one backend and place under measurement."""
+    """Measures one backend with one storage place of media items ("files" or "nodes")."""
 
     def __init__(self, bus: RayBus, folder: Path, frames: np.ndarray) -> None:
         self._bus, self._folder, self._frames = bus, folder, frames
         self._step = 0
         self.items = 0
-        self.seconds: list[tuple[float, float]] = []  # put and lease of all groups, one a cycle
-        self.message_bytes = 0  # in one group's put
+        self.seconds: list[tuple[float, float]] = []  # of put and of lease in each cycle, over all groups
+        self.message_bytes = 0  # size of the put message of one group
         self.pid = bus.process_id(timeout_s=T)
         self._peak_before = _peak_bytes(self.pid)
 
     @property
     def grown_bytes(self) -> int:
-        """Returns the growth of the bus process's peak memory since before the first item."""
+        """Returns the growth of the bus process's peak memory since this object was made."""
         return _peak_bytes(self.pid) - self._peak_before
 
     def cycle(self, *, counts: bool = True) -> None:
@@ -88,7 +89,7 @@ class MediaLine:
 
 
 def measure_media(folder: Path, *, rounds: int) -> None:
-    """Prints, for each backend and place, bytes through the bus process and the speed of put and lease."""
+    """Prints for each backend and storage place the bytes through the bus process and the speed of put and lease."""
     frames = np.random.default_rng(0).integers(0, 256, FRAMES, dtype=np.uint8)
     warm = [np.zeros_like(frames) for _ in range(GROUPS)]
     bounds: dict[str, list[float]] = {way: [] for way in (NEW, NEW_SMALL, WARM, FILE)}
@@ -107,13 +108,13 @@ def measure_media(folder: Path, *, rounds: int) -> None:
 
 
 def _media_lines(ends: ExitStack, folder: Path, frames: np.ndarray) -> dict[str, MediaLine]:
-    """Returns a line for each backend and place; ``ends`` closes their buses and removes their folders."""
+    """Returns a `MediaLine` for each backend and storage place. ``ends`` closes the buses and removes the folders."""
     lines = {}
     for backend in BACKENDS:
         for place in ("files", "nodes") if backend == "ray" else ("files",):
             name = f"{backend}, {place}"
             shared = Path(tempfile.mkdtemp(prefix="relax-benchmark-", dir="/dev/shm"))
-            ends.callback(shutil.rmtree, shared, ignore_errors=True)  # the node may be removing its folder, too
+            ends.callback(shutil.rmtree, shared, ignore_errors=True)  # the node may remove the folder at the same time
             bus = create_bus(
                 load_config([f"bus={backend}"]).bus,
                 bus_settings(
@@ -133,7 +134,7 @@ def _media_lines(ends: ExitStack, folder: Path, frames: np.ndarray) -> dict[str,
 
 
 def _time_bounds(frames: np.ndarray, warm: Sequence[np.ndarray], written: Path) -> dict[str, float]:
-    """Returns the seconds in which each bound moves the frames of all groups once."""
+    """Returns the seconds that each bound needs to copy the frames of all groups once."""
     seconds = {}
     start = time.perf_counter()
     copies = [frames.copy() for _ in range(GROUPS)]
@@ -178,7 +179,7 @@ def _print_media(frames: np.ndarray, lines: Mapping[str, MediaLine], bounds: Map
 
 
 def _small_pages(frames: np.ndarray) -> mmap.mmap:
-    """Returns new memory of 4 KB pages with a copy of the frames."""
+    """Copies the frames into new memory of 4 KB pages."""
     memory = mmap.mmap(-1, frames.nbytes)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     np.copyto(np.frombuffer(memory, np.uint8), frames.reshape(-1))
@@ -204,6 +205,6 @@ def _item(number: int) -> MediaItem:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Returns the peak of a process's resident memory."""
+    """Returns the peak resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

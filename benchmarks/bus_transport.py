@@ -1,7 +1,6 @@
 """Measures round trips and throughput of the data bus for every backend: see `benchmarks.bus`.
 
-The measurements of the backends and of memcpy, the upper bound, alternate in one Ray session, so that machine load
-affects all of them equally.
+The upper bound is memcpy. The backends and memcpy alternate in one Ray session, so machine load affects all equally.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GROUP_SIZE = 16
 T = 60.0
 STEPS_WITHOUT_END = 10**9
 OBJECT_STORE_BYTES = 512 << 20
-WARM_UP_BYTES = 1 << 30  # sent over each bus before large rows: Ray's store is slow until all of it was used
+WARM_UP_BYTES = 1 << 30  # sent over each bus first, because unused memory of Ray's store is slow
 PARTS = ("put", "lease", "ack")
 
 
@@ -91,10 +90,10 @@ class Line:
         self._groups = groups
         self._columns = columns
         self._step = 0
-        self.seconds: list[tuple[float, float, float]] = []  # put, lease and ack of each cycle
+        self.seconds: list[tuple[float, float, float]] = []  # of put, lease and ack in each cycle
 
     def run(self, cycles: int, *, counts: bool = True) -> None:
-        """Runs cycles; ``counts`` is False for a warm-up, whose times are not recorded."""
+        """Runs cycles and records their times, unless ``counts`` is False (warm-up)."""
         for _ in range(cycles):
             seconds = asyncio.run(self._cycle())
             if counts:
@@ -115,7 +114,7 @@ class Line:
 
     @property
     def table(self) -> np.ndarray:
-        """Returns seconds, ``[cycles, 3]``."""
+        """Returns the seconds of put, lease and ack, ``[cycles, 3]``."""
         return np.array(self.seconds)
 
 
@@ -126,7 +125,7 @@ def _settings(backend: str) -> BusConfig:
 
 @contextmanager
 def lines(folder: Path, name: str, *, groups: int, columns: dict[str, bytes]) -> Iterator[dict[str, Line]]:
-    """Yields a new bus of every backend."""
+    """Yields a `Line` with a new bus for every backend."""
     with ExitStack() as ends:
         made: dict[str, Line] = {}
         for backend in BACKENDS:
@@ -167,7 +166,7 @@ def measure_small_rows(folder: Path, *, rounds: int) -> None:
 
 
 def measure_large_rows(folder: Path, *, nbytes: int, rounds: int) -> None:
-    """Measures large rows and two bounds: memcpy into newly allocated memory, as in many puts, and into warm memory."""
+    """Measures large rows and two bounds: memcpy into newly allocated memory, like many puts, and into warm memory."""
     groups = 32
     sources = [np.frombuffer(os.urandom(nbytes), dtype=np.uint8) for _ in range(groups)]
     warm = [np.zeros(nbytes, dtype=np.uint8) for _ in range(groups)]

@@ -1,18 +1,17 @@
-"""Injures real runs at random: ``python -m benchmarks.chaos --draws 1000 [--runs text agents] [--kinds pair …]``.
+"""Inflicts random faults ("injuries") on real runs: ``python -m benchmarks.chaos --draws 1000 [--runs text agents]``.
 
 Each run is a run of the demo with all roles (`benchmarks.chaos_runs`). ``--draws`` draws runs and injuries
-(`benchmarks.chaos_injuries`) under ``--seed``; ``--each`` inflicts every injury of every run once. After an injury the
-run must train new steps, and a stopped process must be killed. Measured is the time from the end of the injury to the
-next new train step (steps that are repeated after going back to a checkpoint do not count), and to the third: at
+(`benchmarks.chaos_injuries`) at random with ``--seed``. ``--each`` inflicts every injury of every run once. After an
+injury the run must train new steps, and Relax must kill a stopped process. The benchmark measures the time from the end
+of the injury to the first and to the third new train step. Steps that the run repeats from a checkpoint are not new. At
 staleness 1 the rows of two steps may exist already, so the third step shows that all processes work again. After the
-last injury the run trains to its end without harm; then SQL of the benchmark, not of Relax, checks the ledger: no
-sample may be lost, trained twice or dropped without a reason. A finished run must leave no process, folder or shared
-memory.
+last injury the run trains to its end without faults. Then the benchmark checks the ledger with its own SQL: no sample
+may be lost, trained twice or dropped without a reason. A finished run must leave no process, folder or shared memory.
 
-As root the benchmark has its own mounts: a small disk for each run and small shared memory, which injuries fill.
-Prints a line for each injury with the machine's load, and tables. ``--record FILE`` appends the results to a file, from
-which the tables are made, so that several invocations count together; ``--results FILE`` writes them for the site. Exit
-code 1 if a run hung or ended, or a sample was lost.
+As root the benchmark mounts a small disk for each run and small shared memory, and injuries fill them. Prints a line
+for each injury with the machine's load, and tables. ``--record FILE`` appends the results to a file; the tables then
+cover all results in the file, also from earlier invocations. ``--results FILE`` writes the results for the site. The
+exit code is 1 if a run hung or ended, or a sample was lost.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ from tests.integration.live_run import TIER
 INJURIES_A_RUN = 10
 DISK_MIB, SHARED_MEMORY_MIB = 512, 2048
 NEW_NAMESPACE_OF_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare(2)
-NOTICE_S = HEARTBEAT_S + 60.0  # in which a stopped process must be killed, also on a busy machine
-PERSISTED_S = 0.5  # until earlier events are in the ledger's file
-THIRD = 3  # new step; the rows of two may exist at the moment of the injury: max_staleness + 1
+NOTICE_S = HEARTBEAT_S + 60.0  # deadline of Relax to kill a stopped process, also on a busy machine
+PERSISTED_S = 0.5  # maximum delay until an event is in the ledger's file
+THIRD = 3  # new step; rows for max_staleness + 1 = 2 steps may exist at the moment of the injury
 SURVIVED, HUNG, ENDED, UNNOTICED, NOT_MET = ENDS = ("survived", "hung", "ended", "unnoticed", "not met")
 
 
@@ -74,9 +73,9 @@ SURVIVED, HUNG, ENDED, UNNOTICED, NOT_MET = ENDS = ("survived", "hung", "ended",
 class Draw:
     """Holds one injury of a run and its result.
 
-    ``tier`` is the largest tier of recovery that the run reported, 0 without one. ``first_s`` and ``third_s`` are the
-    seconds from the injury's end to the first and the third new train step. ``noticed_s`` are the seconds from SIGSTOP
-    to the end of the last stopped process, None without SIGSTOP.
+    ``tier`` is the highest recovery tier that the run reported, or 0. ``first_s`` and ``third_s`` are the seconds from
+    the injury's end to the first and the third new train step. ``noticed_s`` are the seconds from SIGSTOP to the end of
+    the last stopped process, None without SIGSTOP.
     """
 
     injury: str
@@ -122,7 +121,7 @@ def injure(scene: Scene, injury: str, run: str) -> Draw:
 
 
 def _await_steps(scene: Scene) -> dict[str, Any]:
-    """Waits for the third new step and the end of all stopped processes; returns values of `Draw`."""
+    """Waits for the third new step and the end of all stopped processes. Returns values for `Draw`."""
     began = time.monotonic()
     time.sleep(PERSISTED_S)
     behind, event = scene.training.newest(), scene.training.last_event()
@@ -149,7 +148,7 @@ def _await_steps(scene: Scene) -> dict[str, Any]:
 
 
 def injured_run(folder: Path, name: str, chosen: Sequence[str], *, seed: int) -> Iterator[Draw | LedgerCounts]:
-    """Runs once with these injuries, then to its end without harm; yields each injury, then the ledger's counts."""
+    """Starts a run, inflicts these injuries and lets the run end. Yields each injury, then the ledger's counts."""
     run, training = RUNS[name], Training(folder)
     scene = Scene(
         folder=folder,
@@ -183,14 +182,14 @@ def injured_run(folder: Path, name: str, chosen: Sequence[str], *, seed: int) ->
 # -- Draws ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Holds the facilities of this machine: own mounts (small disks, small shared memory) and memory groups."""
+    """Says what this machine allows: private mounts (small disks, small shared memory) and memory control groups."""
 
     mounts: bool
     memory_groups: bool
 
     @staticmethod
     def prepare() -> Machine:
-        """Gives this process and its children their own mounts, with small shared memory, if the user may do so."""
+        """Creates private mounts with small shared memory for this process and its children, if the user may do so."""
         mounts = os.geteuid() == 0 and ctypes.CDLL(None).unshare(NEW_NAMESPACE_OF_MOUNTS) == 0
         if mounts:
             subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -235,7 +234,7 @@ def possible_runs() -> list[str]:
 def draw_runs(
     possible: dict[str, list[str]], *, draws: int, each: bool, chance: random.Random
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields runs with at most `INJURIES_A_RUN` injuries: ``draws`` random ones, or with ``each`` every injury once."""
+    """Yields runs with at most `INJURIES_A_RUN` injuries each: ``draws`` random injuries, or with ``each`` all once."""
     if each:
         for name, kinds in possible.items():
             shuffled = chance.sample(kinds, len(kinds))
@@ -253,7 +252,7 @@ COLUMNS = ("injuries", *ENDS, "next step, s: median", "99%", "third step, s: med
 
 
 def rows(draws: Sequence[Draw], attribute: str) -> list[tuple[str | int | float | None, ...]]:
-    """Returns a row of `COLUMNS` for each value of an attribute of the draws, and a row for all."""
+    """Returns a row with `COLUMNS` for each value of an attribute of the draws, and a row for all draws."""
     found = []
     for value in (*sorted({getattr(draw, attribute) for draw in draws}), None):
         own = [draw for draw in draws if value is None or getattr(draw, attribute) == value]
@@ -273,7 +272,7 @@ def _times(seconds: Sequence[float | None]) -> tuple[str | None, str | None]:
 
 
 def ledger_text(ledgers: Sequence[LedgerCounts]) -> str:
-    """Returns the sums of the ledgers."""
+    """Returns a text with the sums of the ledgers' counts."""
     issued, lost, twice, without_reason = (
         sum(getattr(counts, name) for counts in ledgers)
         for name in ("issued", "lost", "trained_twice", "without_reason")
@@ -285,7 +284,7 @@ def ledger_text(ledgers: Sequence[LedgerCounts]) -> str:
 
 
 def tables(found: Sequence[Draw | LedgerCounts]) -> str:
-    """Returns Markdown tables by injury, by run and by tier of recovery, and the sums of the ledgers."""
+    """Returns Markdown tables by injury, by run and by recovery tier, and the sums of the ledgers' counts."""
     draws = [draw for draw in found if isinstance(draw, Draw)]
     lines = []
     for attribute in ("injury", "run", "tier"):
@@ -298,7 +297,7 @@ def tables(found: Sequence[Draw | LedgerCounts]) -> str:
 
 
 def results(found: Sequence[Draw | LedgerCounts], *, command: str) -> dict[str, Any]:
-    """Returns the content of a file of benchmarks/results/."""
+    """Returns the content of the results file in benchmarks/results/."""
     draws = [draw for draw in found if isinstance(draw, Draw)]
     ledgers = ledger_text([counts for counts in found if isinstance(counts, LedgerCounts)])
     survived = sum(draw.end == SURVIVED for draw in draws)
@@ -327,7 +326,7 @@ def results(found: Sequence[Draw | LedgerCounts], *, command: str) -> dict[str, 
 
 
 def went_wrong(found: Sequence[Draw | LedgerCounts]) -> bool:
-    """Returns whether a run hung or ended, a stopped process was not noticed, or a ledger is wrong."""
+    """Returns whether a run hung or ended, Relax did not notice a stopped process, or a ledger is wrong."""
     return any(
         outcome.end in (HUNG, ENDED, UNNOTICED) if isinstance(outcome, Draw) else not outcome.closed
         for outcome in found
@@ -335,7 +334,7 @@ def went_wrong(found: Sequence[Draw | LedgerCounts]) -> bool:
 
 
 def read_record(file: Path) -> list[Draw | LedgerCounts]:
-    """Reads a file of ``--record``."""
+    """Reads a file that ``--record`` wrote."""
     values = [json.loads(line) for line in file.read_text().splitlines()]
     return [
         Draw(**value) if "injury" in value else LedgerCounts(**value | {"wrong": tuple(value["wrong"])})

@@ -1,9 +1,9 @@
-"""The injuries of `benchmarks.chaos`: `injuries` returns the functions that inflict them on a run, by name.
+"""Defines the faults ("injuries") of `benchmarks.chaos`: `injuries` returns the functions that inflict them, by name.
 
-A process is killed or stopped at any moment, during its start, a checkpoint, a publication or the final evaluation; two
-processes at once; a full disk, full shared memory, a locked ledger, no free file descriptor, a memory limit, jumps of
-the clock, a damaged checkpoint, signals to all processes. After an injury that ends the run, such as SIGKILL to all
-processes, the command is started again with ``resume=auto``.
+Some injuries kill or stop one process or two: at any moment, during its start, a checkpoint, a weight publication or
+the final evaluation. The other injuries are a full disk, full shared memory, a locked ledger, no free file descriptor,
+a memory limit, jumps of the clock, a damaged checkpoint and signals to all processes. After an injury that ends the
+run, such as SIGKILL to all processes, the benchmark starts the command again with ``resume=auto``.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from relax_core.contracts.process_trees import EXITED, kill, process_state
 from tests.integration.live_run import LiveRun
 from tests.outages import filled, locked
 
-MOMENTS_S = (0.0, 0.1, 0.3, 1.0, 2.0)  # after a process appears; within 2 s it usually answers
+MOMENTS_S = (0.0, 0.1, 0.3, 1.0, 2.0)  # after a process appears; it usually responds within 2 s
 OUTAGES_S = (2.0, 8.0, 15.0)
 CLOCK_JUMPS_S = (-86_400, -600, -5, 5, 600, 86_400)
-PHASE_S = 60.0  # deadline of the wait for a phase, such as a checkpoint
-LAST_PHASE_S = 2.0  # after the last train step: final checkpoint, evaluation and export
+PHASE_S = 60.0  # timeout of the wait for a phase, such as a checkpoint
+LAST_PHASE_S = 2.0  # duration of the final checkpoint, evaluation and export after the last train step
 OUT_OF_MEMORY_S = 15.0
-MEMORY_BYTES = 1 << 20  # limit of memory that a process may take in addition to its own
+MEMORY_BYTES = 1 << 20  # memory that a process may allocate in addition to its present memory
 SHARED_MEMORY, MEMORY_GROUPS = Path("/dev/shm"), Path("/sys/fs/cgroup/memory")
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 FULL_DISK, FULL_SHARED_MEMORY, OUT_OF_MEMORY = "full disk", "full shared memory", "out of memory"
 
 
 class NotMet(Exception):
-    """The injury could not be inflicted, because its precondition was not met in time."""
+    """Raised if an injury could not be inflicted, because its precondition was not met in time."""
 
 
 class Failed(Exception):
-    """The run did not survive the injury; the text is the reason."""
+    """Raised if the run did not survive the injury. The text is the reason."""
 
 
 @dataclass(kw_only=True)
 class Scene:
-    """Holds one run under harm. ``live`` is its newest command. ``text`` describes the newest injury.
+    """Holds one run that is injured. ``live`` is the run's newest command. ``text`` describes the newest injury.
 
     ``stopped`` maps the processes that the newest injury stopped to the monotonic time of the signal.
     """
@@ -72,12 +72,12 @@ class Scene:
     stopped: dict[int, float] = field(default_factory=dict)
 
     def process(self) -> tuple[str, int]:
-        """Returns a random kind of process and its newest living process."""
+        """Returns a random process kind and the newest living process of this kind."""
         kind = self.chance.choice(self.run.processes)
         return kind, find_process(self.live, kind)
 
     def send(self, kind: str, pid: int, number: signal.Signals) -> None:
-        """Sends a signal to a process, which may have ended."""
+        """Sends a signal to a process. A process that has ended is no error."""
         self.text.append(f"{number.name} to {kind}")
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -89,7 +89,7 @@ class Scene:
         return self.chance.choice((KILLED, STOPPED))
 
     def again(self) -> None:
-        """Waits for the end of the command, ends its remaining processes and starts it again."""
+        """Waits for the end of the command, ends its remaining processes and starts the command again."""
         with suppress(AssertionError):
             self.live.finish(deadline_s=HUNG_S)
         self.live.__exit__()
@@ -109,7 +109,7 @@ Inflict = Callable[[Scene], None]
 
 # -- Signals to processes ---------------------------------------------------------------------------------------------
 def signalled(kind: str, number: signal.Signals) -> Inflict:
-    """Sends a signal to a kind's newest process. After the loss of a controller it waits for the next controller."""
+    """Sends a signal to the newest process of a kind. After the loss of a controller waits for the next controller."""
 
     def inflict(scene: Scene) -> None:
         controllers = members(scene.live, CONTROLLER)
@@ -121,7 +121,7 @@ def signalled(kind: str, number: signal.Signals) -> Inflict:
 
 
 def at_birth(kind: str, number: signal.Signals) -> Inflict:
-    """Kills a process and sends a signal to its successor at one of `MOMENTS_S` after it appeared."""
+    """Kills a process and sends a signal to its successor, at one of `MOMENTS_S` after the successor appeared."""
 
     def inflict(scene: Scene) -> None:
         known = members(scene.live, kind)
@@ -134,7 +134,7 @@ def at_birth(kind: str, number: signal.Signals) -> Inflict:
 
 
 def at_the_start(scene: Scene) -> None:
-    """Stops the run in order, starts it again and harms a process at one of `MOMENTS_S` after it appeared."""
+    """Stops the run in order, starts it again, and kills or stops a process at one of `MOMENTS_S` after it appeared."""
     scene.live.terminate()
     scene.again()
     kind = scene.chance.choice(scene.run.processes)
@@ -150,27 +150,27 @@ def _harm_newborn(scene: Scene, kind: str, pid: int, number: signal.Signals) -> 
 
 
 def pair(scene: Scene) -> None:
-    """Harms two processes within a second."""
+    """Kills or stops two processes within a second."""
     for kind, pid in [scene.process() for _ in range(2)]:
         scene.send(kind, pid, scene.number())
         time.sleep(scene.chance.uniform(0.0, 1.0))
 
 
 def engine_and_owner(scene: Scene) -> None:
-    """Stops an engine, and stops or kills its owner."""
+    """Stops an engine process, and stops or kills the engine owner."""
     scene.send("engine", find_process(scene.live, "engine"), STOPPED)
     scene.send("engine_owner", find_process(scene.live, "engine_owner"), scene.number())
 
 
 def in_checkpoint(scene: Scene) -> None:
-    """Harms a process while a checkpoint is written."""
+    """Kills or stops a process while a checkpoint is written."""
     kind, pid = scene.process()
     _wait("a checkpoint", lambda: any((scene.folder / "checkpoints").glob(".step_*.partial")))
     scene.send(f"{kind} in a checkpoint", pid, scene.number())
 
 
 def in_publication(scene: Scene) -> None:
-    """Harms a process when a weight version appears."""
+    """Kills or stops a process when a weight version appears."""
     kind, pid = scene.process()
     folders = [folder for folder in scene.live.places() if folder.parent == SHARED_MEMORY]
     before = {file for folder in folders for file in folder.rglob("*")}
@@ -179,7 +179,7 @@ def in_publication(scene: Scene) -> None:
 
 
 def at_the_end(scene: Scene) -> None:
-    """Lets the run end normally, with final evaluation and export, and harms a process after the last train step."""
+    """Lets the run end normally, with final evaluation and export. Injures a process after the last train step."""
     scene.live.terminate()
     scene.live.finish(deadline_s=HUNG_S)
     scene.live.__exit__()
@@ -216,7 +216,7 @@ def everything_killed(scene: Scene) -> None:
 
 
 def interrupted(number: signal.Signals) -> Inflict:
-    """Sends a stop signal to all processes, which ends the run in order, and starts the command again."""
+    """Sends a stop signal to all processes, so the run ends in order. Then starts the command again."""
 
     def inflict(scene: Scene) -> None:
         scene.text.append(f"{number.name} to all processes")
@@ -228,7 +228,7 @@ def interrupted(number: signal.Signals) -> Inflict:
 
 # -- The machine ------------------------------------------------------------------------------------------------------
 def full(disk: Path | None, name: str) -> Inflict:
-    """Fills a file system for some seconds; None is the disk of the run's folder."""
+    """Fills a file system for some seconds. None means the disk of the run's folder."""
 
     def inflict(scene: Scene) -> None:
         seconds = scene.chance.choice(OUTAGES_S)
@@ -240,7 +240,7 @@ def full(disk: Path | None, name: str) -> Inflict:
 
 
 def ledger_locked(scene: Scene) -> None:
-    """Holds a lock on the ledger for some seconds, as a backup does."""
+    """Locks the ledger for some seconds, as a backup does."""
     seconds = scene.chance.choice(OUTAGES_S)
     scene.text.append(f"ledger locked for {seconds:g} s")
     with locked(scene.folder / "ledger.sqlite"):
@@ -260,7 +260,7 @@ def no_descriptor(scene: Scene) -> None:
 
 
 def out_of_memory(scene: Scene) -> None:
-    """Moves a process into a control group with little memory until the kernel kills it, at most for some seconds."""
+    """Moves a process into a control group with little memory for some seconds, or until the kernel kills it."""
     kind, pid = scene.process()
     scene.text.append(f"{kind} reaches a memory limit")
     group = MEMORY_GROUPS / f"relax-chaos-{os.getpid()}-{pid}"
@@ -281,7 +281,7 @@ def out_of_memory(scene: Scene) -> None:
 
 
 def clock_jump(scene: Scene) -> None:
-    """Moves the run's wall clock; the monotonic clock goes on."""
+    """Moves the run's wall clock. The monotonic clock is unchanged."""
     seconds = scene.chance.choice(CLOCK_JUMPS_S)
     scene.text.append(f"clock at {seconds:+d} s")
     scene.folder.with_name(OFFSET).write_text(f"{seconds:+d}")
@@ -302,7 +302,7 @@ def damaged_checkpoint(scene: Scene) -> None:
 
 
 def injuries(run: HarmedRun, *, without: Collection[str] = ()) -> dict[str, Inflict]:
-    """Returns the injuries of a kind of run except ``without``: name → function that inflicts it."""
+    """Returns the injuries of a run kind except ``without``: name → function that inflicts the injury."""
     found: dict[str, Inflict] = {}
     for kind in (*run.processes, FORKED_WORKER):
         for verb, number in (("kill", KILLED), ("stop", STOPPED)):

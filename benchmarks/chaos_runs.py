@@ -1,4 +1,4 @@
-"""Runs for `benchmarks.chaos`: their settings, the kinds of their processes, their progress and their ledger."""
+"""Defines the runs of `benchmarks.chaos`: settings and process kinds. Also reads a run's progress and ledger."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HEARTBEAT_S = 5
 APPEAR_S = 60.0
 HUNG_S = 300.0
 BREATH_S = (0.1, 1.5)  # bounds of a random wait before the next injury
-LAST_STEPS = 5  # after the last injury, so that every open sample is trained or dropped
+LAST_STEPS = 5  # train steps after the last injury, enough to train or drop every open sample
 WITHOUT_END = "run.steps=1000000"
-STEPS_BETWEEN = 5  # train steps after a recovery before the next injury may come
+STEPS_BETWEEN = 5  # minimum train steps between a recovery and the next injury
 POLL_S = 0.02
 CONTROLLER = "controller"
 ENCODE_WORKER, ENV_WORKER, REWARD_WORKER = "encode_worker", "env_worker", "reward_worker"
 AGENT, AGENT_GUARD = "agent", "agent_guard"
-FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # the latter: a fork without Ray's title
+FORK_SERVER, FORKED_WORKER = "fork_server", "forked_worker"  # a fork has no process title of Ray
 OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, REWARD_WORKER, AGENT, AGENT_GUARD)
 CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
 FALSE_CLOCK = Path(__file__).with_name("false_clock.c")
@@ -52,10 +52,10 @@ TITLES = {  # kind → part of its process's command line
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
     REWARD_WORKER: "relax_core.rollout.rewards.reward_worker_main",
-    AGENT: f"{sys.executable} {CALCULATOR}",  # also in the command line of its guard, which is older
+    AGENT: f"{sys.executable} {CALCULATOR}",  # the older guard process also has it
     AGENT_GUARD: "agent_guard.py",
 }
-RAY = ("gcs", "raylet")  # if one dies, the controller ends too, and the next controller starts a new Ray
+RAY = ("gcs", "raylet")  # if one of them dies, the controller ends, too; the next controller starts a new Ray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class HarmedRun:
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """Returns the kinds of its processes."""
+        """Returns the kinds of the run's processes."""
         return tuple(kind for kind in TITLES if kind not in OF_SOME_RUNS or kind in self.own)
 
     def start(self, folder: Path, *overrides: str) -> LiveRun:
-        """Starts the command with further overrides in ``folder``, which is below an existing folder."""
+        """Starts the command with further overrides in ``folder``. The parent of ``folder`` must exist."""
         environment: Mapping[str, str] = {}
         if self.user is not None:
-            home = folder.with_name("home")  # with the caches, which all commands of the run share
+            home = folder.with_name("home")  # all commands of the run share the caches in this folder
             home.mkdir(exist_ok=True)
             for path in (folder.parent, home):
                 os.chown(path, self.user, self.user)
@@ -126,7 +126,7 @@ RUNS = {
             *_SMALL,
             f"env.name={Path(__file__).with_name('isolated_number_guess.py')}",
             *("env.workers=2", "env.episodes_per_worker=16", "env.max_retries=3"),
-            f"env.step_timeout_s={HEARTBEAT_S}",  # the deadline that finds a stopped worker
+            f"env.step_timeout_s={HEARTBEAT_S}",  # after this deadline Relax notices a stopped worker
         ),
         own=(ENV_WORKER,),
     ),
@@ -135,7 +135,7 @@ RUNS = {
             *("experiment=calculator", "env=agent", "env.max_retries=3"),
             *_SMALL,
             *(f"agent.command=python {CALCULATOR}", "agent.workers=4", "agent.timeout_s=30"),
-            f"agent.env.{MARK}=${{oc.env:{MARK},none}}",  # marks the run's processes for `LiveRun`
+            f"agent.env.{MARK}=${{oc.env:{MARK},none}}",  # `LiveRun` finds the run's processes by this mark
         ),
         own=(AGENT, AGENT_GUARD),
     ),
@@ -153,30 +153,30 @@ RUNS = {
 
 
 class Training:
-    """Reads a run's progress from outside: the train steps in the ledger's file and when they were recorded."""
+    """Reads a run's progress from the ledger's file: the train steps and the times of their records."""
 
     def __init__(self, folder: Path) -> None:
         self._uri = f"{(folder / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
 
     def newest(self) -> int:
-        """Returns the newest valid step; -1 before the first."""
+        """Returns the newest valid step, or -1 before the first step."""
         row = self._value("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
         return -1 if row is None else int(row)
 
     def last_event(self) -> int:
-        """Returns the newest event's id; 0 before the first. Later events have higher ids, also after a restore."""
+        """Returns the id of the newest event, or 0 before the first event. Ids increase, also after a restore."""
         row = self._value("SELECT MAX(id) FROM events")
         return int(row or 0)
 
     def new_steps(self, *, behind: int, event: int) -> int:
-        """Returns the number of steps after step ``behind`` that were trained after event ``event``."""
+        """Returns the number of steps above step ``behind`` that the run trained after event ``event``."""
         row = self._value(
             "SELECT COUNT(DISTINCT step) FROM events WHERE id > ? AND event = 'trained' AND step > ?", event, behind
         )
         return int(row or 0)
 
     def first_step_time(self, *, since: float) -> float | None:
-        """Returns the Unix time at which the first step after Unix time ``since`` was trained, None before it."""
+        """Returns the Unix time of the first train step after Unix time ``since``, or None if there is none yet."""
         return self._value("SELECT MIN(time) FROM events WHERE event = 'trained' AND time > ?", since)
 
     def _value(self, query: str, *values: float) -> float | None:
@@ -201,7 +201,7 @@ def members(live: LiveRun, kind: str) -> set[int]:
     found = {pid for pid, line in live.processes().items() if title in f"{line} "}
     if kind == CONTROLLER:
         return {pid for pid in found if parent_of(pid) == live.pid}
-    if kind in RAY:  # without children that it has just forked, which have its title for a moment
+    if kind in RAY:  # exclude just forked children, which have its title for a moment
         return {pid for pid in found if parent_of(parent_of(pid)) == live.pid}
     if kind in (FORK_SERVER, FORKED_WORKER):
         return {pid for pid in found if (parent_of(pid) in found) == (kind == FORKED_WORKER)}
@@ -209,7 +209,7 @@ def members(live: LiveRun, kind: str) -> set[int]:
 
 
 def newborn(live: LiveRun, kind: str, *, known: set[int]) -> int | None:
-    """Waits for a process of the kind that is not in ``known``; returns its pid, or None if none comes."""
+    """Waits for a process of the kind that is not in ``known``. Returns its pid, or None after the timeout."""
     deadline = time.monotonic() + APPEAR_S
     while live.running() and time.monotonic() < deadline:
         if new := members(live, kind) - known:
@@ -219,7 +219,7 @@ def newborn(live: LiveRun, kind: str, *, known: set[int]) -> int | None:
 
 
 def find_process(live: LiveRun, kind: str) -> int:
-    """Returns the pid of a kind's newest living process; waits for a process that is being restarted."""
+    """Returns the pid of a kind's newest living process. Waits while the process is being restarted."""
     pid = newborn(live, kind, known=set())
     if pid is None:
         raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
@@ -227,7 +227,7 @@ def find_process(live: LiveRun, kind: str) -> int:
 
 
 def parent_of(pid: int) -> int:
-    """Returns the pid of a process's parent, 0 if it has ended."""
+    """Returns the pid of a process's parent, or 0 if the process has ended."""
     with suppress(psutil.NoSuchProcess):
         return int(psutil.Process(pid).ppid())
     return 0
@@ -240,7 +240,7 @@ def _born(pid: int) -> float:
 
 
 def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
-    """Lets the run train some steps and waits for a random moment, because an injury may show its effect late.
+    """Waits for some train steps and then for a random time, because an injury may show its effect late.
 
     Returns "survived", or "ended" or "hung" if the run does not train.
     """
@@ -257,7 +257,7 @@ def let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
-    """Holds the sample counts of a run's ledger at its end, by SQL that Relax does not use."""
+    """Holds the sample counts of a run's ledger at its end. The SQL is independent of Relax."""
 
     issued: int
     lost: int
@@ -272,7 +272,7 @@ class LedgerCounts:
 
 
 def count_samples(folder: Path) -> LedgerCounts:
-    """Reads the ledger of a run that has trained all of its steps."""
+    """Reads the ledger of a run that has trained all steps."""
     over = "SELECT uid FROM events WHERE event IN ('trained', 'dropped')"
     lost = f"SELECT DISTINCT uid FROM events WHERE event = 'issued' AND uid NOT IN ({over})"
     twice = "SELECT uid FROM events WHERE event = 'trained' GROUP BY uid HAVING COUNT(*) > 1"

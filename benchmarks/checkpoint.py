@@ -1,8 +1,8 @@
-"""Measures the cost of a checkpoint for the train step: the copy in host memory, and the write.
+"""Measures the cost of a checkpoint for the train step: the copy in host memory and the write to disk.
 
     python -m benchmarks.checkpoint [--width 640] [--layers 16] [--repeats 5]
 
-One float32 rank, a random Qwen3. The step waits for the copy; a thread writes.
+It uses one float32 rank with a random Qwen3. The train step waits for the copy, and a thread writes it to disk.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_model(folder: Path, *, width: int, layers: int) -> None:
 
 
 def trained(folder: Path) -> Any:
-    """Returns a back end after one step, so that the optimizer has its state."""
+    """Returns a training backend after one step, because the optimizer creates its state in the first step."""
     from relax_core.train.policy_backend import MegatronBackend
 
     backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)

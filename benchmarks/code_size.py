@@ -1,7 +1,7 @@
 """Reports the size of the code: ``python -m benchmarks.code_size``.
 
 Prints lines and files by folder, files above 800 lines, functions above 100 lines, files that mention
-``max_staleness``, and the lines of tests and benchmarks. No test checks these sizes; a long file or function may have
+``max_staleness``, and the lines of tests and benchmarks. No test checks these sizes; a long file or function may mix
 two topics.
 """
 
@@ -20,7 +20,7 @@ PLUGINS = ("algorithms", "rewards", "envs", "data_sources", "launchers", "hydra_
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Returns the Python files under version control below these folders."""
+    """Returns the Python files in these folders that are under version control."""
     command = ["git", "ls-files", "--", *(f"{folder}/*.py" for folder in folders)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [path for name in listed if (path := ROOT / name).is_file()]
@@ -31,7 +31,7 @@ def lines_of(file: Path) -> int:
 
 
 def long_functions(files: Sequence[Path]) -> Iterator[tuple[int, str]]:
-    """Yields the length and the place of each function above the limit."""
+    """Yields the length and the location of each function above the limit."""
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:

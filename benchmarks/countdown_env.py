@@ -1,8 +1,8 @@
-"""The env of `benchmarks.long_tail --turns`: each turn is a countdown, with a wait for a slow tool between two turns.
+"""The env of `benchmarks.long_tail --turns`: each turn requests a countdown, and a slow tool runs between two turns.
 
     python -m relax_core env=plugin env.name=benchmarks/countdown_env.py env.max_turns=3 env.tool_wait_s=0.5
 
-A row has the prompts of all turns (`benchmarks.countdown_task.prompts_of`). The env gives no reward:
+A row has the prompts of all turns (`benchmarks.countdown_task.prompts_of`). The env returns no reward;
 benchmarks/countdown_reward.py scores all turns at the end.
 """
 
@@ -21,7 +21,7 @@ LONGEST_WAIT = 8.0  # times the mean
 
 @dataclass(frozen=True)
 class CountdownEnvConfig(InteractionConfig):
-    """Holds the settings of the env; ``tool_wait_s`` is the mean wait for a tool in seconds, before the cap."""
+    """Holds the settings of the env. ``tool_wait_s`` is the mean wait for a tool in seconds, before the cap."""
 
     name: str = "countdown_env"
     max_turns: int = 3
@@ -31,14 +31,14 @@ class CountdownEnvConfig(InteractionConfig):
 
 
 def drawn_waits(count: int, *, mean_s: float, seed: int) -> list[float]:
-    """Returns waits for tools in seconds, lognormal with this mean and capped at `LONGEST_WAIT` means."""
+    """Returns lognormal waits for tools in seconds, with this mean and capped at `LONGEST_WAIT` times the mean."""
     chance = random.Random(f"waits {seed}")
     shares = (chance.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(count))
     return [mean_s * min(LONGEST_WAIT, share) for share in shares]
 
 
 class Countdown(BaseInteractionEnv):
-    """Runs one episode: shows one prompt after the other, with waits for a tool drawn by the episode's seed."""
+    """Runs one episode: shows the prompts in order, with waits for a tool. The episode's seed sets the waits."""
 
     def __init__(self, start: EpisodeStart, config: CountdownEnvConfig) -> None:
         self._prompts = prompts_of(start.row)
@@ -55,7 +55,7 @@ class Countdown(BaseInteractionEnv):
         return self._prompts[0]
 
     async def step(self, action: Action) -> StepResult:
-        """Returns the next prompt after the wait for the tool, or the end after the last turn."""
+        """Waits for the tool and returns the next prompt. Ends the episode after the last turn."""
         self._turns += 1
         if self._turns == len(self._prompts):
             return StepResult(done=True)
@@ -64,7 +64,7 @@ class Countdown(BaseInteractionEnv):
 
 
 def check(config: CountdownEnvConfig) -> None:
-    """Raises ValueError for waits below 0 or not below env.step_timeout_s."""
+    """Raises ValueError for negative waits and for waits of env.step_timeout_s or more."""
     if not 0.0 <= config.tool_wait_s < math.inf:
         raise ValueError(f"env.tool_wait_s={config.tool_wait_s:g}: give a time of 0 s or more.")
     longest_s = LONGEST_WAIT * config.tool_wait_s

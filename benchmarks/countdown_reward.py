@@ -2,8 +2,8 @@
 
     python -m relax_core reward=plugin reward.name=benchmarks/countdown_reward.py reward.cap=1024
 
-The numbers of all turns count. An answer that is truncated or not the whole countdown has no right numbers. The part
-``counted`` is the share of answers that are the whole countdown.
+The share covers the numbers of all turns. A truncated or incomplete countdown scores 0 for all of its numbers. The
+reward part ``counted`` is the share of answers with the complete countdown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class CountdownConfig(RewardConfig):
-    """Holds the settings of the reward; ``cap`` is env.max_turn_tokens, or rollout.max_new_tokens for one turn."""
+    """Holds the settings of the reward. ``cap`` is env.max_turn_tokens, or rollout.max_new_tokens for one turn."""
 
     name: str = "countdown"
     cap: int = CAP
@@ -33,7 +33,7 @@ def check_row(row: Mapping[str, Any], config: CountdownConfig) -> None:
 
 
 def score(given: RewardInput, config: CountdownConfig) -> RewardOutput:
-    """Returns the share of numbers in the right colour; exact if all are.
+    """Returns the share of numbers with the right colour. The answer is exact if all colours are right.
 
     Only the last turn can be truncated, because a truncated turn ends an episode (env.on_turn_cut=end).
     """

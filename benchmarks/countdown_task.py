@@ -1,13 +1,13 @@
-"""The task of `benchmarks.long_tail`, whose prompts set the length of the answer, and a model that solves it.
+"""The task of `benchmarks.long_tail`, with prompts that set the answer's length, and a model that solves the task.
 
 The prompt "red 137" requests the countdown from 137 in red: "137r 136r … 1r". Each number of each colour is one token,
-so this answer has 138 tokens including the end token. The model counts correctly from the start and picks the right
-colour in 6 of 10 cases; it learns the colour (benchmarks/countdown_reward.py). So answers have known, long-tailed
-lengths while the model learns. With several turns a row has the prompts of all turns, and the answers stay in the
-context (benchmarks/countdown_env.py).
+so this answer has 138 tokens including the end token. The untrained model counts correctly and picks the right colour
+in 6 of 10 cases. Training improves the colour (benchmarks/countdown_reward.py). So answers have known, long-tailed
+lengths during the complete training. For episodes of several turns, a row has the prompts of all turns, and earlier
+answers stay in the context (benchmarks/countdown_env.py).
 
-The model is a Qwen3 of 6.0 million parameters. A number's row of the output layer is made from the embedding of the
-next higher number, so that the untrained model counts down; a short supervised training then teaches the colours.
+The model is a Qwen3 of 6.0 million parameters. The output layer's row of a number is made from the embedding of the
+next higher number, so the initial model counts down. A short supervised training then teaches the colours.
 
     python -m benchmarks.countdown_task --into FOLDER       # makes the model, in about two minutes on a core
 
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Qwen3ForCausalLM
 
-CAP = 1024  # tokens of the longest answer, with the end token
+CAP = 1024  # tokens of the longest answer, including the end token
 SHORTEST = 2  # tokens of the shortest answer: one number and the end token
 SIGMA = 1.0  # standard deviation of the logarithm of lengths
 COLOURS = ("red", "blue")
 PROMPT_TOKENS = 2
-POSITIONS = 2 * CAP  # positions of the model: tokens of an episode with its prompts
-LATER = "later_prompts"  # the column of the prompts of all turns but the first
+POSITIONS = 2 * CAP  # the model's positions: maximum tokens of an episode, including prompts
+LATER = "later_prompts"  # column with the prompts of all turns after the first
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
 _FIRST_COLOUR, _FIRST_NUMBER = 3, 5  # token ids
 _SIZE, _LAYERS = 256, 6
 _NUMBER_NORM, _OUTPUT_NORM, _COLOUR_NORM = 16.0, 4.0, 1.0
-WINDOW, WINDOWS = 30, 32  # answer tokens of a window of an answer, and windows of a batch
-WHOLE_EVERY = 4  # every fourth batch is one whole answer of the greatest length
-RECIPE_VERSION = 3  # increase when a change of this file changes the model
+WINDOW, WINDOWS = 30, 32  # answer tokens per window, and windows per batch
+WHOLE_EVERY = 4  # every fourth batch is one complete answer of maximum length
+RECIPE_VERSION = 3  # increase after a change of this file that changes the model
 _MAKE_DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColourWarmStart(VisionWarmStart):
-    """Defines the supervised training: first the requested colour, then that colour with the share ``guessed``."""
+    """Defines the supervised training: first the right colour, then the right colour with probability ``guessed``."""
 
     first_share: float = 0.98
 
@@ -70,7 +70,7 @@ RECIPE = ColourWarmStart(
 
 # -- lengths and rows -------------------------------------------------------------------------------------------------
 def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
-    """Returns lengths in tokens, lognormal with this mean and clipped to `SHORTEST` … ``cap``."""
+    """Returns lognormal lengths in tokens with this mean, clipped to `SHORTEST` … ``cap``."""
     if not SHORTEST < mean < cap <= CAP:
         raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count.")
     chance = random.Random(f"lengths {seed}")
@@ -88,7 +88,7 @@ def check_wish(length: int, cap: int, *, key: str = "rollout.max_new_tokens") ->
 
 
 def max_turn_tokens_of(turns: int) -> int:
-    """Returns the largest number of tokens per turn that the model's positions allow."""
+    """Returns the maximum number of tokens per turn that fit into the model's positions."""
     return min(CAP, POSITIONS // turns - PROMPT_TOKENS)
 
 
@@ -103,7 +103,7 @@ def prompt_of(length: int, colour: str) -> str:
 
 
 def wish_of(prompt: str) -> tuple[str, int]:
-    """Returns the colour and the first number that a prompt requests. Raises ValueError for any other prompt."""
+    """Returns the colour and the first number that a prompt requests. Raises ValueError for prompts of other tasks."""
     colour, _, number = prompt.partition(" ")
     if colour not in COLOURS or not number.isdecimal() or not 1 <= int(number) < CAP:
         raise ValueError(f"prompt={prompt!r}: write a colour ({', '.join(COLOURS)}) and a number from 1 to {CAP - 1}.")
@@ -117,7 +117,7 @@ def answer_of(prompt: str) -> str:
 
 
 def write_rows(file: Path, wishes: Sequence[Sequence[int]], *, seed: int) -> None:
-    """Writes one data row for each entry of ``wishes``, the answer lengths of its turns, with random colours."""
+    """Writes a data row with random colours for each entry of ``wishes``, which lists the turns' answer lengths."""
     chance = random.Random(f"colours {seed}")
     rows = []
     for lengths in wishes:
@@ -134,12 +134,12 @@ def token_ids() -> dict[str, int]:
 
 
 def number_ids(kind: int) -> slice:
-    """Returns the ids of the numbers from 0 on: of a prompt (0), in red (1) and in blue (2)."""
+    """Returns the token ids of the numbers from 0 on. Kinds: 0 in a prompt, 1 in red, 2 in blue."""
     return slice(_FIRST_NUMBER + kind * CAP, _FIRST_NUMBER + (kind + 1) * CAP)
 
 
 def model_folder() -> Path:
-    """Returns the folder of the model, which is made if it does not exist."""
+    """Returns the folder of the model. Makes the model if the folder does not exist."""
     key = hashlib.blake2b(f"{RECIPE_VERSION}/{asdict(RECIPE)}".encode(), digest_size=6).hexdigest()
     root = default_cache_root()
     folder = root / f"countdown-{key}"
@@ -192,12 +192,12 @@ def write_model(folder: Path) -> None:
 
 
 def _count_down(model: Qwen3ForCausalLM) -> None:
-    """Sets embeddings and output so that the model counts down: an output row is the embedding of the number above."""
+    """Makes the model count down: the output row of a number is the embedding of the next higher number."""
     import torch
 
     colour = torch.nn.functional.normalize(torch.randn(_SIZE), dim=0)
     numbers = torch.randn(CAP + 1, _SIZE)
-    numbers = torch.nn.functional.normalize(numbers - (numbers @ colour)[:, None] * colour, dim=1)  # of no colour
+    numbers = torch.nn.functional.normalize(numbers - (numbers @ colour)[:, None] * colour, dim=1)  # orthogonal to it
     words = torch.nn.functional.normalize(torch.randn(len(COLOURS), _SIZE), dim=1)
     inputs, outputs = model.model.embed_tokens.weight, model.lm_head.weight
     with torch.no_grad():
@@ -214,8 +214,8 @@ def _count_down(model: Qwen3ForCausalLM) -> None:
 def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
     """Returns the cross-entropy of one batch against the target shares of both colours of the next number.
 
-    A window of an answer has its true positions after its prompt; the tokens between them are left out. So all numbers
-    and positions are taught evenly, and few batches need an answer of full length.
+    A window of an answer follows the prompt directly, but keeps the positions that it has in the complete answer. So
+    training covers all numbers and positions evenly, and few batches need an answer of full length.
     """
     import torch
 
@@ -231,7 +231,7 @@ def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
     answer = torch.where(values > 0, _FIRST_NUMBER + CAP * kinds + values, 0)
     ids = torch.cat((_FIRST_COLOUR + asked, _FIRST_NUMBER + first, answer), 1)
     positions = torch.cat((torch.tensor([[0, 1]]).expand(count, 2), 2 + places), 1)
-    following = torch.cat((first, values - 1), 1)  # the number after each token from the second on; 0 for the end token
+    following = torch.cat((first, values - 1), 1)  # the next number after each later token; 0 for the end token
     hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).last_hidden_state
     taught = following >= 0
     logprobs: Any = model.lm_head(hidden[:, 1:][taught]).log_softmax(-1)

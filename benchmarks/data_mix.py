@@ -1,9 +1,9 @@
-"""Measures data.mix when rewards of videos take ten times as long as those of text: ``python -m benchmarks.data_mix``.
+"""Measures data.mix with rewards that take ten times as long for videos as for text: ``python -m benchmarks.data_mix``.
 
-It trains tiny_qwen3_vl twice on data=see (pictures, videos, text), async with staleness 1 and over-sampling 1.5:
-without data.mix, where each modality is a third of the rows, and with it. This file is also the reward of both runs:
-like a slow judge, it takes ``--text-s`` seconds per answer, and ten times as long per answer about a video. The output
-has, for each modality, its share of the issued samples that have ended, its share of the trained samples, and the
+It trains tiny_qwen3_vl twice on data=see (pictures, videos, text), async with staleness 1 and over-sampling 1.5: once
+without and once with data.mix. Each modality is a third of the rows. This file is also the reward of both runs. Like a
+slow judge, the reward takes ``--text-s`` seconds per answer, and ten times as long per answer about a video. The output
+has for each modality the share of the issued samples that have ended, the share of the trained samples, and the
 difference in percentage points.
 """
 
@@ -27,7 +27,7 @@ MIX = "{image: 0.35, text: 0.4, video: 0.25}"
 
 @dataclass(frozen=True)
 class SlowVideosConfig(RewardConfig):
-    """Holds the settings: ``text_s`` is the time of a reward in seconds, except for videos."""
+    """Holds the settings of the reward. ``text_s`` is the time per answer in seconds, except for videos."""
 
     name: str = "slow_videos"
     text_s: float = 0.5
@@ -46,7 +46,7 @@ SPEC = RewardSpec(name="slow_videos", summary="exact match, slow for videos", co
 
 
 def modalities(folder: Path, arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """Runs a training in ``folder`` and returns its metrics by modality."""
+    """Executes a run in ``folder`` and returns its metrics by modality."""
     command = [
         *(sys.executable, "-m", "relax_core", f"run.dir={folder}", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={Path(__file__).resolve()}", f"reward.text_s={arguments.text_s}"),
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="train steps of a run")
     parser.add_argument("--text-s", type=float, default=0.5, help="seconds of a reward; ten times as long for videos")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run is given up")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="timeout of a run in seconds")
     arguments = parser.parse_args()
     for title, options in (("data.mix=null", ()), (f"data.mix={MIX}", (f"data.mix={MIX}",))):
         print(title, flush=True)

@@ -1,20 +1,22 @@
 """Adds and removes engines of a real run of the demo: ``python -m benchmarks.elastic --adds 20 --stop 30 --cycles 50``.
 
-``--adds N`` adds one engine and removes it again, N times, in one run under load (the first engine takes 16 samples at
-once and is slower than the trainer). Prints the seconds from POST to each state and to the engine's first group on the
-bus, the time to leave, and the duration of train steps while engines join, compared with steps without any change.
+``--adds N`` adds one engine and removes it again, N times, in one run under load: the first engine processes 16 samples
+at once and is slower than the trainer. Prints the seconds from POST to each state and to the engine's first group on
+the bus, and the time to leave. Also prints the duration of train steps while engines join, compared with steps without
+any change.
 
-``--cycles N`` adds one to three engines and removes them, N times. Meanwhile it cancels an order or kills a process
-with SIGKILL, in turns, while an engine joins or leaves. Prints the result of each cycle, the samples that were lost or
-trained twice, and the memory of controller, rollout and trainer before and after.
+``--cycles N`` adds one to three engines and removes them, N times. While an engine joins or leaves, the benchmark
+cancels an order or kills a process with SIGKILL, alternately. Prints the result of each cycle, the samples that were
+lost or trained twice, and the memory of controller, rollout and trainer before and after.
 
-``--leaves N`` removes an engine under load N times: in turns the engine finishes its samples, its samples are moved at
-once, and the order is cancelled while the engine drains. Prints how the orders ended and how long they took.
+``--leaves N`` removes an engine under load N times. Three cases alternate: the engine finishes its samples, its samples
+are moved at once, and the order is cancelled while the engine drains. Prints how the orders ended and how long they
+took.
 
-``--stop SECONDS`` stops a new engine by SIGSTOP for this time: in each state of its joining, when it serves, and when
+``--stop SECONDS`` stops a new engine by SIGSTOP for this time: in each state while it joins, when it serves, and when
 it leaves. Prints the longest train steps during the stop, compared with steps without any change.
 
-``--pairs N`` runs the demo with an idle gateway and without a gateway, in turns, N times each.
+``--pairs N`` runs the demo N times with an idle gateway and N times without a gateway, alternately.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from tests.integration.elastic_run import JOINING, OVERRIDES, OWNER, TRAINER, El
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun, run_to_end
 
 WARM_STEPS = 30
-QUIET_STEPS = 200  # train steps without any change of the engines, for comparison
-MOST = 4  # engines at once, with the first engine
+QUIET_STEPS = 200  # train steps for comparison, without any change of the engines
+MOST = 4  # maximum number of engines, including the first engine
 ADD_RUN = (*OVERRIDES, "run.save_every=0")
 PAIR_RUN = ("run.steps=300", "eval.every=0", "run.save_every=0", "run.export_hf=false")
 CYCLE_RUN = (
@@ -82,12 +84,12 @@ def said(steps: Sequence[float]) -> str:
 
 # -- adding under load ------------------------------------------------------------------------------------------------
 def step_ms(folder: Path) -> list[tuple[float, float]]:
-    """Returns for each train step the Unix time of its record in seconds, and its duration in milliseconds."""
+    """Returns for each train step the Unix time of its record, and its duration in milliseconds."""
     return [(record.time_s, record.values["step_ms"]) for record in each_metric(folder) if record.source == ACTOR]
 
 
 def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
-    """Measures ``times`` engines that join and leave; returns whether no sample was lost."""
+    """Measures ``times`` engines that join and leave. Returns whether no sample was lost."""
     came: dict[str, list[float]] = {}
     left: list[float] = []
     spans: list[tuple[float, float]] = []
@@ -125,7 +127,7 @@ def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
 
 # -- leaving under load -----------------------------------------------------------------------------------------------
 def leaves(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
-    """Removes engines ``times`` times; returns whether no sample was lost. Raises AssertionError if an order fails."""
+    """Removes engines ``times`` times. Returns whether no sample was lost. Raises AssertionError if an order fails."""
     took: dict[str, list[float]] = {}
     ends: Counter[str] = Counter()
     with LiveRun(folder, *ADD_RUN, *overrides) as live:
@@ -161,7 +163,7 @@ def leaves(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
 
 # -- stopped engines ---------------------------------------------------------------------------------------------------
 def stops(folder: Path, *, seconds: float, overrides: Sequence[str]) -> bool:
-    """Stops new engines for some seconds, one in each state; returns whether no sample was lost."""
+    """Stops one new engine in each state for some seconds. Returns whether no sample was lost."""
     spans: dict[str, tuple[float, float]] = {}
     ends: dict[str, str] = {}
     with LiveRun(folder, *ADD_RUN, "run.heartbeat_timeout_s=600", *overrides) as live:
@@ -184,7 +186,7 @@ def stops(folder: Path, *, seconds: float, overrides: Sequence[str]) -> bool:
             time.sleep(seconds)
             spans[f"stopped in {state}"] = began, time.time()
             for pid in pids:
-                with suppress(ProcessLookupError):  # it was removed meanwhile
+                with suppress(ProcessLookupError):  # the engine was removed meanwhile
                     os.kill(pid, signal.SIGCONT)
             way = "scale_in" if state == "DRAINING" else "scale_out"
             ends[f"stopped in {state}"] = elastic.follow(way, order)["status"]
@@ -216,7 +218,7 @@ def memory(live: LiveRun) -> dict[str, float]:
 
 
 def cycle(elastic: ElasticRun, harm: tuple[str, str], *, engines: int) -> str:
-    """Adds engines and removes them, with one harm meanwhile; returns how both orders ended."""
+    """Adds engines and removes them, and cancels or kills something meanwhile. Returns how both orders ended."""
     victim, state = harm
     ends = []
     for way, target in (("scale_out", 1 + engines), ("scale_in", 1)):
@@ -235,14 +237,14 @@ def cycle(elastic: ElasticRun, harm: tuple[str, str], *, engines: int) -> str:
 
 
 def cancelled(elastic: ElasticRun, way: str, body: dict[str, Any], *, state: str) -> dict[str, Any]:
-    """Gives an order, cancels it during or just after a state, and returns the order at its end."""
+    """Creates an order, cancels it during or just after a state, and returns the ended order."""
     order = elastic.follow(way, elastic.ask("POST", f"/rollout/{way}", body), state)
     elastic.ask("POST", f"/rollout/{way}/{order['request_id']}/cancel", refusals=(409,))
     return elastic.follow(way, order)
 
 
 def cycles(folder: Path, *, times: int, seed: int, overrides: Sequence[str]) -> bool:
-    """Runs ``times`` cycles; returns whether all ended and no sample was lost."""
+    """Runs ``times`` cycles. Returns whether all cycles ended and no sample was lost."""
     chance = random.Random(seed)
     harms = chance.sample(HARMS, len(HARMS))
     planned = [harms[number % len(harms)] for number in range(times)]
@@ -292,7 +294,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     parser.add_argument("--leaves", type=int, default=0, help="number of times an engine leaves")
-    parser.add_argument("--stop", type=float, default=0.0, help="seconds for which new engines are stopped")
+    parser.add_argument("--stop", type=float, default=0.0, help="seconds of each stop of a new engine")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of runs with and without a gateway")
     given = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)

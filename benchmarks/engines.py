@@ -3,11 +3,11 @@
     python -m benchmarks.engines [--batches 1 16 64 256] [--parameters 0.1e6 5e6 50e6] [--parts decode sync step]
     python -m benchmarks.engines --parts profile --batches 16     # the operators of the embedded decoder
 
-- ``decode``: the embedded engine, SGLang where its environment exists, and transformers' generate on the same weights,
-  one thread each, in turns. An engine's CPU time covers its HTTP, scheduling and decoding, not the client.
-- ``sync``: one weight update of the embedded engine. "written" is the time that the trainer waits (for the file and its
-  digest), "served" the time until the engine serves the trainer's tensors, "stall" the pause of decoding.
-- ``step``: a short run of the demo, and the share of a train step for which its engine paused for new weights.
+- ``decode``: the embedded engine, SGLang if its environment exists, and transformers' generate on the same weights.
+  They alternate, with one thread each. An engine's CPU time covers its HTTP, scheduling and decoding, not the client.
+- ``sync``: one weight update of the embedded engine. "written" is the time that the trainer waits for the file and its
+  digest. "served" is the time until the engine serves the trainer's tensors. "stall" is the pause of decoding.
+- ``step``: a short run of the demo. Prints the engine's pause for new weights as a share of a train step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PARTS = ("decode", "sync", "step", "profile")
 TRANSPORTS = ("shared_memory", "gloo", "disk")
 BASE = "transformers"
 DEMO_STEPS, WARM_STEPS = 60, 10
-CPU_REPEATS = 32  # minimum samples of a measurement, because CPU time has a resolution of 10 ms
+CPU_REPEATS = 32  # minimum samples per measurement, because CPU time has a resolution of 10 ms
 
 
 def engine_kinds() -> dict[str, EngineConfig]:
@@ -102,7 +102,7 @@ def decode(batches: Sequence[int], *, new_tokens: int, rounds: int) -> Iterator[
 
 
 def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed: int) -> int:
-    """Samples ``new_tokens`` after each row of ``prompts`` with transformers and returns their number."""
+    """Samples ``new_tokens`` after each row of ``prompts`` with transformers. Returns the number of sampled tokens."""
     torch.manual_seed(seed)
     with torch.inference_mode():
         out = model.generate(
@@ -123,7 +123,7 @@ def transformers_tokens(model: Any, prompts: torch.Tensor, new_tokens: int, seed
 def engine_tokens(
     loop: asyncio.AbstractEventLoop, client: EngineClient, prompts: torch.Tensor, new_tokens: int, seed: int
 ) -> int:
-    """Samples as many tokens with an engine; its model must have no token that ends a response."""
+    """Samples ``new_tokens`` after each prompt with an engine. The model must have no end token."""
     requests = [
         PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
         for place, row in enumerate(prompts.tolist())
@@ -137,14 +137,14 @@ def engine_tokens(
 
 
 def _cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process and its children so far."""
+    """Returns the CPU seconds that a process and its children have used so far."""
     process = psutil.Process(pid)
     times = [process_or_child.cpu_times() for process_or_child in (process, *process.children(recursive=True))]
     return sum(cpu_times.user + cpu_times.system for cpu_times in times)
 
 
 def profile(batch: int, *, new_tokens: int) -> None:
-    """Prints where the embedded decoder's time goes, operator by operator, in this process."""
+    """Runs the embedded decoder in this process and prints the time of each operator."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -180,7 +180,7 @@ def profile(batch: int, *, new_tokens: int) -> None:
 
 # -- sync -------------------------------------------------------------------------------------------------------------
 def sync(parameters: float, *, rounds: int) -> Comparison:
-    """Compares the transports at one model size, in milliseconds."""
+    """Compares the weight transports at one model size, in milliseconds."""
     from relax_core.config.choices import WeightTransportName
     from relax_core.weights.publisher import WeightPublisher
     from relax_core.weights.transport_choice import build_transport
@@ -196,7 +196,9 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
         _, client = stack.enter_context(started_engine(folder, folder / "model", load_weights=False))
 
         def publisher_of(name: str) -> WeightPublisher:
-            """Yields a publisher with its files as in a run: on disk for the transport disk, else in shared memory."""
+            """Yields a publisher. As in a run, its files are on disk for the transport disk, and in shared memory
+            otherwise.
+            """
             where = None if name == "disk" else "/dev/shm"
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
             transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=60.0)
@@ -216,7 +218,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
 
 
 def step(transport: str, number: int) -> Metrics:
-    """Returns the stall as a share of a train step of the demo, from the run's metrics."""
+    """Runs the demo and returns the stall as a share of a train step, from the run's metrics."""
     overrides = ("mode=async", f"run.steps={DEMO_STEPS}", f"engine.weight_transport={transport}", *QUIET_RUN)
     with tempfile.TemporaryDirectory() as folder:
         run = run_relax(Path(folder) / "run", *overrides)

@@ -1,8 +1,9 @@
 """Measures the cost of slow tools, env workers and the sandbox: ``python -m benchmarks.episode_times [--rounds 3]``.
 
-Whole runs of episodes of 8 turns with at most 4 tokens, 8 groups of 16, asynchronous with a staleness of 2. This file
-is also their environment: its tool takes 20 ms, and with a tail 1% of its calls take 2 s. The settings against the tail
-take turns; ``samples/s`` counts trained samples, and the ratio is to tools without a tail.
+It executes complete runs with episodes of 8 turns of at most 4 tokens, 8 groups of 16, asynchronous with staleness 2.
+This file is also the environment of the runs: its tool takes 20 ms, and with a long tail 1% of the calls take 2 s. The
+settings that reduce the cost of the tail alternate. ``samples/s`` counts trained samples. The ratio compares each
+setting with tools without a tail.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class SlowToolConfig(InteractionConfig):
 
 
 class SlowTool(BaseInteractionEnv):
-    """Answers each turn after the tool's delay."""
+    """Answers each turn after the delay of the tool."""
 
     def __init__(self, start: EpisodeStart, config: SlowToolConfig) -> None:
         self._prompt, self._tail = str(start.row["prompt"]), config.tail
@@ -81,7 +82,7 @@ def rate(words: tuple[str, ...], number: int, *, steps: int) -> Metrics:
 
 
 def env_worker_ms(*, steps: int = 500) -> float:
-    """Returns the extra milliseconds of a step in an env worker over one in this process; medians of steps in turns."""
+    """Returns how many milliseconds a step takes longer in an env worker than in this process (medians)."""
     from relax_core.rollout.env_workers.env_workers import EnvWorkers
 
     config = IsolatedNumberGuessConfig(name=str(Path(__file__).with_name("isolated_number_guess.py")), max_turns=10**6)
@@ -109,10 +110,10 @@ def env_worker_ms(*, steps: int = 500) -> float:
 
 
 def sandbox_ms(*, runs: int = 20) -> tuple[float, float]:
-    """Returns the extra milliseconds of print(1) in the sandbox, and the milliseconds in a plain process (medians)."""
+    """Returns the extra milliseconds of print(1) in the sandbox, and its milliseconds in a plain process (medians)."""
     from relax_core.sandbox import run_code as sandbox
 
-    python = sandbox._interpreter(None if os.getuid() else sandbox._unused_uid())  # the interpreter of the sandbox
+    python = sandbox._interpreter(None if os.getuid() else sandbox._unused_uid())  # the sandbox uses this interpreter
     inside, plain = [], []
     for _ in range(runs):
         began = time.perf_counter()

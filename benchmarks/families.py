@@ -3,9 +3,10 @@
     python -m benchmarks.families [--docs] [--only NAME …]
 
 The models are tiny and random, in float32 (benchmarks/family_models.py). The table has the largest absolute difference
-of log-probs, and of each tensor's gradient relative to its largest entry. `prefill`: the scores of every token of given
-sequences. `decode`: the log-probs of sampled tokens; all but the first use the cache. Engines run as processes, SGLang
-if its environment exists (make sglang-cpu). ``--docs`` writes the table into docs/families.md.
+of log-probs, and the largest difference of gradients relative to the largest entry of each tensor. `prefill`: log-probs
+of every token of given sequences. `decode`: log-probs of sampled tokens; every token after the first uses the cache.
+Engines run as processes. SGLang takes part if its environment exists (make sglang-cpu). ``--docs`` writes the table
+into docs/families.md.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COLUMNS = {
     "sglang decode": "SGLang, decode",
 }
 PROMPTS = (1, 5, 33, 200)  # lengths
-SCORED = ((2, 1), (40, 1), (390, 1), (300, 250))  # length, and the first scored token
+SCORED = ((2, 1), (40, 1), (390, 1), (300, 250))  # sequence length and index of the first scored token
 
 
 def random_ids(length: int) -> list[int]:
@@ -53,7 +54,7 @@ def random_ids(length: int) -> list[int]:
 
 
 def logprobs_of(model: Any, ids: Sequence[int]) -> Tensor:
-    """Returns transformers' log-probs of all tokens but the first, ``[tokens - 1]``."""
+    """Returns transformers' log-probs of all tokens after the first, ``[tokens - 1]``."""
     table = model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
     return table.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
@@ -95,8 +96,9 @@ def _groups() -> list[TokenTree]:
 def trainer_gaps(
     folder: Path, model: Any, *, family: str | None = None, groups: Sequence[TokenTree] | None = None
 ) -> dict[str, float]:
-    """Returns the largest difference of a log-prob, and of a gradient relative to its tensor's largest entry.
-    ``family`` is a plug-in's file for a model without a built-in family; ``groups`` replaces the random groups.
+    """Returns the largest difference of a log-prob, and the largest difference of a gradient relative to its tensor's
+    largest entry. ``family`` is the plug-in file of a model without a built-in family. ``groups`` replaces the random
+    groups.
     """
     from relax_core.train.hf.hf_weights import HfWeights
     from relax_core.train.policy_backend import MegatronBackend
@@ -134,7 +136,7 @@ def accumulated(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _gradients(model: Any) -> Mapping[str, Tensor]:
-    """Returns gradients by the names on disk: transformers fuses the experts of a layer in memory."""
+    """Returns gradients by the tensor names on disk, because transformers fuses the experts of a layer in memory."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if ".experts." not in name:
@@ -153,7 +155,7 @@ def _gradients(model: Any) -> Mapping[str, Tensor]:
 # -- engines ----------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
-    """Returns the largest log-prob difference of scored and of sampled tokens. Ends the client's streams."""
+    """Returns the largest log-prob difference of scored tokens and of sampled tokens. Closes the client's streams."""
     rows = [TokensToScore(input_ids=random_ids(length), first=first) for length, first in SCORED]
     scores = client.score(rows, top_k=0, temperature=1.0)
     scored = [
@@ -185,7 +187,7 @@ def _largest(pairs: Sequence[tuple[Tensor, np.ndarray]]) -> float:
 
 
 def process_gaps(folder: Path, model: Any) -> dict[str, float]:
-    """Returns the differences for a process of every engine that can run on this machine."""
+    """Starts every engine that can run on this machine and returns the differences."""
     token_file = folder / "token"
     token_file.write_text("token-of-the-benchmark")
     found = {}

@@ -1,4 +1,4 @@
-"""Makes tiny random models that cover the differences of families, as Hugging Face folders; no two sizes are equal."""
+"""Makes tiny random models of all families as Hugging Face folders. In a model no two sizes are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,
     "eos_token_id": 3,
-    "pad_token_id": None,  # else transformers leaves out the gradient of this token's embedding
+    "pad_token_id": None,  # with a padding id, transformers leaves out the gradient of its embedding
     "bos_token_id": None,
     "attn_implementation": "sdpa",
 }
@@ -40,7 +40,7 @@ def _theta(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-# Name → (model_type, its keys in addition to SIZES). `head_dim` is derived if it is not given.
+# Name → (model_type, configuration keys in addition to SIZES). `head_dim` is derived if it is missing.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, **_theta(1e6)}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "tie_word_embeddings": False, **_theta(1e6), **EXPERTS}),
@@ -56,9 +56,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """Returns the transformers model of a variant, or of the model_type of this name; ``sizes``: keys of its
-    configuration. It is in float32, and saved to ``folder`` if one is given. Its distributions are far from flat, and
-    every norm and bias has random values.
+    """Returns a float32 transformers model of a variant or of a model_type. ``sizes`` are keys of its configuration.
+    Saves the model to ``folder`` if given. The model's distributions are far from flat, and every norm and bias has
+    random values.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""Common parts of all benchmarks: whole runs, engines, comparisons of variants in turns, and tables of ratios.
+"""Common parts of all benchmarks: whole runs, engines, comparisons of alternating variants, and tables of ratios.
 
-A machine's speed changes with its load. Therefore the variants ("ways") of a comparison take turns within one
-invocation, every other round in the opposite order, and a ratio is the median over the ratios of the rounds.
+A machine's speed changes with its load. Therefore the variants ("ways") of a comparison alternate within one
+invocation. Every second round has the opposite order. A ratio is the median over the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Metrics = dict[str, float]
 
 # -- the command line -------------------------------------------------------------------------------------------------
 def command_line(doc: str | None, *, rounds: int = 3) -> argparse.ArgumentParser:
-    """Returns a parser with the arguments of every benchmark: ``--rounds`` and ``--json``."""
+    """Returns a parser with the arguments that all benchmarks have: ``--rounds`` and ``--json``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="number of measurements of each way")
     parser.add_argument("--json", type=Path, help="file for the metrics of all rounds, as JSON")
@@ -45,13 +45,13 @@ def command_line(doc: str | None, *, rounds: int = 3) -> argparse.ArgumentParser
 
 
 def machine() -> str:
-    """Returns cores and load, for the first line of a report."""
+    """Returns the number of cores and the load, for the first line of a report."""
     return f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
 def python(module: str, *words: str, checkout: Path = HERE, deadline_s: float = DEADLINE_S, **env: str) -> str:
-    """Runs ``python -m module`` with one thread for each process, and returns its output; exits if it fails."""
+    """Runs ``python -m module`` with one thread per process and returns its output. Exits if the module fails."""
     command = [sys.executable, "-m", module, *words]
     done = subprocess.run(
         command,
@@ -69,7 +69,7 @@ def python(module: str, *words: str, checkout: Path = HERE, deadline_s: float = 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """Holds the summary and the metric records of a finished run, whose folder may be removed."""
+    """Holds the summary and the metric records of a finished run. The run's folder is no longer needed."""
 
     summary: dict[str, Any]
     records: Sequence[MetricRecord]
@@ -79,13 +79,13 @@ class FinishedRun:
         return dict(by_step(self.records, source))
 
     def samples_per_s(self, *, skipped: int) -> float:
-        """Returns the median over the steps from ``skipped`` to the last but one."""
+        """Returns the median samples per second, over the steps from ``skipped`` to the second last."""
         steps = [values for _, values in sorted(self.steps().items())][skipped:-1]
         return median(1e3 * step["samples"] / step["step_ms"] for step in steps)
 
 
 def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: float = DEADLINE_S) -> FinishedRun:
-    """Runs ``python -m relax_core`` to its end in ``folder``; exits if it fails or its ledger has lost a sample."""
+    """Runs ``python -m relax_core`` in ``folder``. Exits if the run fails or its ledger has lost a sample."""
     python("relax_core", f"run.dir={folder}", "run.panel=false", *words, checkout=checkout, deadline_s=deadline_s)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     ledger = summary["ledger"]
@@ -95,7 +95,7 @@ def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: floa
 
 
 def run_records(folder: Path) -> list[MetricRecord]:
-    """Returns the metrics of a run. Checkouts from before the event log have them in metrics.jsonl."""
+    """Returns the metrics of a run. Checkouts older than the event log store the metrics in metrics.jsonl."""
     if (folder / EVENTS_FOLDER).is_dir():
         return read_metrics(folder)
     found = []
@@ -110,7 +110,7 @@ def run_records(folder: Path) -> list[MetricRecord]:
 # -- comparisons ------------------------------------------------------------------------------------------------------
 @dataclass
 class Comparison:
-    """Holds the metrics of each way, one entry for each round."""
+    """Holds the metrics of each way, with one entry per round."""
 
     title: str
     found: dict[str, list[Metrics]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Comparison:
         return median(figures[figure] for figures in self.found[way])
 
     def ratios(self, way: str, figure: str, *, base: str) -> list[float]:
-        """Returns the ratio of a metric to that of the way ``base``, for each round."""
+        """Returns for each round the ratio of a metric to the metric of the way ``base``."""
         return [
             figures[figure] / base_figures[figure]
             for figures, base_figures in zip(self.found[way], self.found[base], strict=False)
@@ -135,7 +135,7 @@ class Comparison:
         return median(self.ratios(way, figure, base=base))
 
     def table(self, *, base: str | None = None, ratio_of: Sequence[str] = ()) -> str:
-        """Returns a Markdown table: a row for each way, a column for each metric and for the ratios to ``base``."""
+        """Returns a Markdown table: rows are ways, columns are metrics. The last columns are ratios to ``base``."""
         figures = list(
             dict.fromkeys(name for rounds in self.found.values() for round_figures in rounds for name in round_figures)
         )
@@ -162,7 +162,7 @@ def take_turns(
 ) -> Comparison:
     """Calls each way once in every round, with the round's number, and prints the progress.
 
-    With ``warm_up``, each way is called once more before the first round, with round -1, and the result is left out.
+    With ``warm_up``, calls each way once before the first round, with round -1, and discards the result.
     """
     comparison = Comparison(title)
     for number in range(-1 if warm_up else 0, rounds):
@@ -186,13 +186,13 @@ def write_report(file: Path | None, *comparisons: Comparison) -> None:
 # -- engines ----------------------------------------------------------------------------------------------------------
 VOCAB, PROMPT_TOKENS = 50, 16
 TOKEN = "token-of-the-benchmark"
-ENGINE_S = 600.0  # the limit for each call of an engine
+ENGINE_S = 600.0  # timeout of each engine call
 
 
 def demo_model(
     *, hidden: int = 64, layers: int = 2, inter: int = 192, vocab: int = VOCAB, endless: bool = False
 ) -> Any:
-    """Returns a random Qwen3, by default of the demo's size (102k parameters); ``endless``: no token ends an answer."""
+    """Returns a random Qwen3, by default of the demo's size (102k parameters). With ``endless`` it has no end token."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -218,7 +218,7 @@ def demo_model(
 
 
 def engine_config(**changes: Any) -> EngineConfig:
-    """Returns the settings of an embedded engine of one thread."""
+    """Returns the settings of an embedded engine with one thread."""
     from relax_core.config.schema import EngineConfig
 
     given: dict[str, Any] = {
@@ -238,7 +238,7 @@ def engine_config(**changes: Any) -> EngineConfig:
 def started_engine(
     scratch: Path, model_folder: Path, *, engine: EngineConfig | None = None, dtype: str = "float32", **launch: Any
 ) -> Iterator[tuple[EngineProcess, EngineClient]]:
-    """Yields an engine process that serves the weights of ``model_folder``, and its client; stops both at the end."""
+    """Yields an engine process that serves the weights of ``model_folder``, and its client. Stops both at the end."""
     from relax_core.engines.build_client import build_client
     from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 

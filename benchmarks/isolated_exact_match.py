@@ -1,4 +1,4 @@
-"""exact_match in reward workers, for `benchmarks.chaos`."""
+"""Runs the reward exact_match in reward workers, for `benchmarks.chaos`."""
 
 from __future__ import annotations
 

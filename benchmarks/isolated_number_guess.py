@@ -1,4 +1,4 @@
-"""number_guess whose games run in env workers, for `benchmarks.chaos` and `benchmarks.episode_times`."""
+"""Runs the games of number_guess in env workers, for `benchmarks.chaos` and `benchmarks.episode_times`."""
 
 from __future__ import annotations
 

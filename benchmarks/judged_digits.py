@@ -2,9 +2,9 @@
 
     python -m relax_core reward=plugin reward.name=benchmarks/judged_digits.py reward.judges.main.model=FOLDER
 
-The reward is that of reward=genrm, so the model learns from the judge alone. ``exact`` says whether the answer equals
-the reference answer, and the part ``judge_right`` says whether the verdict agrees with ``exact``. ``shuffled`` is the
-control: the judge gets another question than the model, except for known verdicts (reward.check).
+The reward is the same as with reward=genrm, so the model learns from the judge alone. ``exact`` says whether the answer
+equals the reference answer, and the part ``judge_right`` says whether the verdict agrees with ``exact``. ``shuffled``
+is the control: the judge sees a different question than the model, except for known verdicts (reward.check).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class JudgedDigitsConfig(GenRmConfig):
 
 
 def other_question(question: str) -> str:
-    """Returns another question of the same task and length, derived from this one but independent of its digits."""
+    """Returns another question of the same task and length. It depends on this question, but not on its digits."""
     task, _, digits = question.partition(" ")
     return f"{task} {''.join(random.Random(question).choices('0123456789', k=len(digits)))}"
 
 
 async def score(given: RewardInput, config: JudgedDigitsConfig) -> RewardOutput:
-    """Returns the judge's reward; exact if the response equals the reference answer."""
+    """Returns the judge's reward. The response is exact if it equals the reference answer."""
     assert isinstance(given, JudgedInput), "a reward with judges gets a JudgedInput"
     question = str(given.row["prompt"])
     row = (

@@ -2,7 +2,7 @@
 
     python -m relax_core reward=plugin reward.name=benchmarks/last_number_reward.py [reward.near=true]
 
-With ``near`` a wrong number gets 1 / (1 + |error|), so that few groups have equal rewards and are skipped.
+With ``near`` a wrong number scores 1 / (1 + |error|), so few groups have equal rewards and are skipped.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Tests learning: whole runs of tiny models on several seeds, with controls that must not learn.
+"""Tests whether runs learn: trains tiny models on several seeds, with controls that must not learn.
 
     python -m benchmarks.learning [--suite demo see episodes agents] [--seeds 3] [--only NAME …] [--results FILE]
                                   [--curves SVG] [key=value …]
 
-Each row of the table is one whole run. ``first`` and ``last`` are the shares of held-out questions that greedy answers
-solve in the first and the last evaluation, also by reward part and evaluation set; ``fall`` is the largest drop of an
-evaluation below the best earlier one. ``sampled`` is the share of exact training episodes over the first and the last
-ten steps. A control replaces the data, the reward or the environment, so that nothing can be learnt. The exit code is 1
-if a run misses its bounds. With ``--results``, each finished run is added to the file, and runs in the file are not
-repeated; ``--curves`` draws the sampled shares in that file.
+Each row of the table is one run. ``first`` and ``last`` are the shares of held-out questions that greedy answers solve
+in the first and the last evaluation, also by reward part and evaluation set. ``fall`` is the largest drop of an
+evaluation below the best earlier evaluation. ``sampled`` is the share of exact training episodes, in the first and in
+the last ten steps. A control replaces the data, the reward or the environment, so its model cannot learn. The exit code
+is 1 if a run misses its bounds. With ``--results``, the benchmark appends each finished run to the file and does not
+repeat runs in the file. ``--curves`` draws the sampled shares of the file.
 
 - ``demo``: reverse digits.
-- ``see``: vision and audio models (data=see, data=four_modalities; chance 0.25). In "kills", an encode worker, the
-  engine, the rollout and the trainer get SIGKILL, and the ledger's file must be exact.
+- ``see``: vision and audio models (data=see, data=four_modalities; chance 0.25). The case "kills" sends SIGKILL to an
+  encode worker, the engine, the rollout and the trainer, and then requires an exact ledger file.
 - ``episodes``: games and tools of several turns.
-- ``agents``: judges and programs with the ``openai`` client; ``judge`` is the share of right verdicts on held-out pairs
-  before the first step (benchmarks/taught_models.py).
+- ``agents``: judges and programs with the ``openai`` client. ``judge`` is the judge's share of right verdicts on
+  held-out pairs before the first step (benchmarks/taught_models.py).
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
 
 HERE = Path(__file__).parent
 DEADLINE_S = 3600.0
-WINDOW = 50  # train steps of a moving mean
+WINDOW = 50  # train steps in a moving average
 KILLS = {2: "relax_core.data.media.encode_worker_main", 10: ENGINE, 25: ROLLOUT, 45: "ray::PolicyTrainer"}
 SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 Words = Callable[[Path, int], Sequence[str]]  # (folder of a run's files, seed) → overrides of the run
-Bounds = Mapping[str, tuple[float, float]]  # metric → its least and its largest allowed value
+Bounds = Mapping[str, tuple[float, float]]  # metric → minimum and maximum allowed value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Defines one kind of run.
 
-    ``bounds`` are those of its metrics. With ``like``, the last evaluation may be at most ``within`` below that of the
-    case ``like`` with the same seed. ``all_seeds`` is False for a kind that runs once. ``may_miss`` of several seeds
-    may miss the bounds. ``needs`` is a file without which the kind is left out.
+    ``bounds`` limit the metrics of the run. With ``like``, the last evaluation may be at most ``within`` below the last
+    evaluation of the case ``like`` with the same seed. ``all_seeds`` is False for a kind that runs once. ``may_miss``
+    is the number of seeds that may miss the bounds. ``needs`` is a file: without it the kind is left out.
     """
 
     words: Sequence[str] | Words
@@ -72,7 +72,7 @@ class Case:
     needs: Path | None = None
 
     def words_of(self, folder: Path, seed: int) -> list[str]:
-        """Returns the overrides of a run whose files go into ``folder``."""
+        """Returns the overrides of a run that writes its files into ``folder``."""
         return [*(self.words(folder, seed) if callable(self.words) else self.words), f"seed={seed}"]
 
 
@@ -95,7 +95,7 @@ DEMO = {
     ),
 }
 
-# With 256 held-out rows, one reward part in twenty would exceed its bound by chance.
+# With only 256 held-out rows, one reward part in twenty would exceed its bound by chance.
 MORE_ROWS = ("data.eval_size=1024", "eval.rows=1024")
 SEE_PARTS = {f"{part}/last": least(0.9) for part in ("colour", "direction", "word")}
 SEEN = {"last": least(0.95)} | SEE_PARTS
@@ -109,14 +109,14 @@ OMNI = ("model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=tr
 
 
 def exchanged(words: Sequence[str], task: str, bounds: Bounds, *kinds: str) -> Case:
-    """Returns a control: each row has the media of a random row for these kinds."""
+    """Returns a control: for these media kinds, each row has the media of a random row."""
     blind = {f"{PART_OF_KIND[kind]}/last": most(0.33) for kind in kinds}
     known = {name: bound for name, bound in bounds.items() if name != "last"}
     return Case(words=(*words, f"data.task={task}", *MORE_ROWS), bounds=known | blind, all_seeds=False)
 
 
 def matched(*kinds: str) -> Case:
-    """Returns the task to decide whether a tone matches a picture (chance 0.5), or its control."""
+    """Returns the task to decide whether a tone matches a picture (chance 0.5), or the control of this task."""
     task = "_".join((MATCH, *kinds, "exchanged")) if kinds else MATCH
     words = (*OMNI, f"data.task={task}", f"model.task={MATCH}", *MORE_ROWS)
     if kinds:
@@ -159,7 +159,7 @@ GUESS, PRODUCT = "experiment=number_guess", "experiment=calculator"
 
 
 def no_use(*words: str, at_most: float) -> Case:
-    """Returns a control whose environment gives no useful information in its turns."""
+    """Returns a control with an environment that gives no useful information."""
     return Case(words=words, bounds={"last": most(at_most), "sampled_last": most(at_most)}, all_seeds=False)
 
 
@@ -187,7 +187,7 @@ def judged(known: Path) -> list[str]:
 
 
 def one_judge(*, shuffled: bool) -> Words:
-    """Returns the overrides of a run on reverse_digits by GenRM alone; ``shuffled``: the judge sees other questions."""
+    """Returns the overrides of a run on reverse_digits with GenRM. ``shuffled``: the judge sees wrong questions."""
 
     def words(folder: Path, seed: int) -> list[str]:
         write_known_verdicts(folder / "known.jsonl", {"rev": "main"})
@@ -198,7 +198,7 @@ def one_judge(*, shuffled: bool) -> Words:
 
 
 def two_judges(*, swapped: bool) -> Words:
-    """Returns the overrides of a run on both tasks, whose rows name a judge, with ``swapped`` of the other task."""
+    """Returns the overrides of a run on both tasks. Rows name their task's judge, with ``swapped`` the wrong judge."""
 
     def words(folder: Path, seed: int) -> list[str]:
         names = list(TASKS)
@@ -215,7 +215,8 @@ def two_judges(*, swapped: bool) -> Words:
             *("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8"),  # as in the demo
             *("data=file", f"data.path={folder / 'train.jsonl'}", f"data.eval_path={folder / f'{names[0]}.jsonl'}"),
             f"eval.sets={{{sets}}}",
-            # Without a right reward the entropy bonus moves the policy; after 200 steps no judge can read its texts.
+            # Without a right reward only the entropy bonus moves the policy. After 200 steps no judge can read its
+            # texts.
             f"run.steps={200 if swapped else 300}",
         ]
 
@@ -223,17 +224,17 @@ def two_judges(*, swapped: bool) -> Words:
 
 
 def played(game: str, experiment: str) -> list[str]:
-    """Returns the overrides of a run whose episodes the program benchmarks/openai_agent.py plays."""
+    """Returns the overrides of a run in which the program benchmarks/openai_agent.py plays the episodes."""
     own = [experiment, "env=agent", f"agent.command=python {HERE / 'openai_agent.py'} {game}"]
     return [*own, "agent.workers=8", "env.max_turns=3"]
 
 
 def guesses(game: str) -> Words:
-    """Returns the overrides of a run of the guessing game with the model that was trained on its history."""
+    """Returns the overrides of a run of the guessing game. The initial model was trained on the game's history."""
 
     def words(folder: Path, seed: int) -> list[str]:
         model = ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}", "optimizer.beta2=0.999"]
-        # Half of its guesses use the hints from the start, so fewer steps and less entropy suffice.
+        # The initial model uses the hints in half of its guesses, so fewer steps and less entropy suffice.
         return [*played(game, GUESS), *model, "run.steps=200", "algo.entropy_coef=0.03"]
 
     return words
@@ -260,7 +261,7 @@ CASES = {name: case for suite in SUITES.values() for name, case in suite.items()
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
 def largest_fall(values: Sequence[float]) -> float:
-    """Returns the largest drop of a value below the best earlier value."""
+    """Returns the maximum drop of a value below the best earlier value."""
     return max(best - value for best, value in zip(accumulate(values, max), values, strict=True))
 
 
@@ -296,7 +297,7 @@ def shares(run: FinishedRun) -> list[float]:
 
 
 def missed(case: Case, figures: Metrics, *, like: float | None = None) -> list[str]:
-    """Returns the bounds that a run misses; ``like`` is the last evaluation of the run for comparison."""
+    """Returns the bounds that a run misses. ``like`` is the last evaluation of the run for comparison."""
     bounds = dict(case.bounds)
     if like is not None:
         bounds["last"] = least(like - case.within)
@@ -309,7 +310,7 @@ def missed(case: Case, figures: Metrics, *, like: float | None = None) -> list[s
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 def learn(case: Case, seed: int, more: Sequence[str]) -> tuple[Metrics, list[float]]:
-    """Executes one whole run; returns its metrics and the sampled share of each train step."""
+    """Executes one run. Returns its metrics and the sampled share of each train step."""
     with TemporaryDirectory(prefix="relax-learning-") as scratch:
         folder = Path(scratch) / "run"
         words = [*case.words_of(Path(scratch), seed), *more]
@@ -318,7 +319,7 @@ def learn(case: Case, seed: int, more: Sequence[str]) -> tuple[Metrics, list[flo
 
 
 def run_with_kills(folder: Path, words: Sequence[str]) -> FinishedRun:
-    """Kills processes of a run, one after the other. Raises AssertionError if the ledger's file is not exact."""
+    """Runs a training and kills its processes one by one. Raises AssertionError if the ledger's file is not exact."""
     with LiveRun(folder, *words) as live:
         for step, process in KILLS.items():
             live.wait_step(step)
@@ -330,7 +331,7 @@ def run_with_kills(folder: Path, words: Sequence[str]) -> FinishedRun:
 
 
 def read_results(file: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Returns the finished runs of a file by name, seed and further overrides."""
+    """Returns the finished runs in a results file, by name, seed and further overrides."""
     if file is None or not file.is_file():
         return {}
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -338,7 +339,7 @@ def read_results(file: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def draw(results: Path, picture: Path) -> None:
-    """Draws the sampled share over the train steps: a panel for each kind, a line for each run."""
+    """Draws the sampled share over the train steps, with a panel for each kind of run and a line for each run."""
     from matplotlib.figure import Figure
 
     runs: dict[str, list[list[float]]] = defaultdict(list)
@@ -356,7 +357,7 @@ def draw(results: Path, picture: Path) -> None:
 
 
 def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the arguments; ``only`` lists the names of the chosen cases."""
+    """Returns the arguments. ``only`` lists the names of the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=["demo"])
     parser.add_argument("--only", nargs="+", choices=list(CASES), help="only these kinds of runs, from any suite")

@@ -1,11 +1,11 @@
-"""Measures time and memory of per-token log-probs over a large vocabulary, forward and backward, in three ways.
+"""Measures time and memory of three ways to compute per-token log-probs over a large vocabulary, with gradients.
 
     python -m benchmarks.logprobs [--rows 4096 --vocab 151936 --hidden 256 --chunk 128 --repeats 1]
-    python -m benchmarks.logprobs --way kept --kept 20        # one way alone: over kept sets of 20 tokens; see `ours`
+    python -m benchmarks.logprobs --way kept --kept 20 # one way: kept sets of 20 tokens; see `ours`
 
 Each way runs in a separate process. Peak: the process's high-water mark (VmHWM) minus its resident memory before the
-passes, with inputs and their gradients allocated; it includes the weight gradient that autograd returns before
-accumulation. Time: CPU seconds of one thread, the minimum of the repeats.
+passes, when inputs and their gradients are allocated already. The peak includes the weight gradient that autograd
+returns before accumulation. Time: CPU seconds of one thread, the minimum of the repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WAYS = ("naive", "checkpointed", "ours")
-MORE_OUTPUTS = ("entropy", "top_8", "kept")  # of `head_outputs`; not in the table, because their loss differs
+MORE_OUTPUTS = ("entropy", "top_8", "kept")  # of `head_outputs`; not in the table: the loss differs
 DEADLINE_S = 1800
 
 
@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
 
 
 def in_own_process(way: str, flags: Mapping[str, object] | None = None) -> dict[str, float]:
-    """Returns ``seconds``, ``peak_mb`` and ``checksum`` of one way; ``flags`` are options of this command line."""
+    """Returns ``seconds``, ``peak_mb`` and ``checksum`` of one way. ``flags`` are options of this command."""
     given = [f"--{name}={value}" for name, value in (flags or {}).items()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     ended = subprocess.run(
@@ -94,7 +94,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
     incoming = torch.randn(arguments.rows, generator=generator)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     kept = _kept_sets(arguments, targets) if arguments.way == "kept" else None
-    few = KeptTokens.of_lists([[0], list(range(1, 8))], vocab_size=8)  # one set as ids, one as a bitmask
+    few = KeptTokens.of_lists([[0], list(range(1, 8))], vocab_size=8)  # a set of ids, and a bitmask
     warm_up, run = (_ways(arguments.chunk, sets)[arguments.way] for sets in (few, kept))
     warm_up(hidden[:2], weight[:8], targets[:2] % 8)  # loads lazily loaded code
     base = memory_mb("VmRSS")
@@ -109,7 +109,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _kept_sets(arguments: argparse.Namespace, targets: Tensor) -> KeptTokens:
-    """Returns for each row a set of ``--kept`` consecutive token ids with its target."""
+    """Returns for each row a set of ``--kept`` consecutive token ids that contains the row's target."""
     first = targets.numpy() % arguments.vocab
     if arguments.kept <= -(-arguments.vocab // 32):
         ids = (first[:, None] + np.arange(arguments.kept)) % arguments.vocab

@@ -3,15 +3,16 @@
     python -m benchmarks.long_tail [--steps 40 --prompts 8 --group-size 6] [--only "async s=2" …] [--json FILE]
     python -m benchmarks.long_tail --turns 3 --tool-wait 0.5 […]        # episodes of several turns with slow tools
 
-Whole runs take turns on a task whose prompts set the length of the answer (benchmarks/countdown_task.py): lognormal,
-sigma = 1, a mean of 64 tokens, at most 1,024. All runs have the same prompts in the same order, a Qwen3 of 6.0 million
-parameters, and one thread each for trainer and engine. With ``--turns`` each episode has this number of turns, each
-with an answer of such a length. A tool runs between two turns; its time is lognormal, too, with a mean of
-``--tool-wait`` seconds and at most eight times the mean (benchmarks/countdown_env.py).
+Complete runs of all settings alternate. The task's prompts set the length of the answer (benchmarks/countdown_task.py):
+lognormal, sigma = 1, a mean of 64 tokens, at most 1,024. All runs have the same prompts in the same order, a Qwen3 of
+6.0 million parameters, one thread for the trainer and one thread for the engine. With ``--turns`` each episode has this
+number of turns, and each turn has an answer of such a length. A tool runs between two turns. Its time is lognormal,
+too, with a mean of ``--tool-wait`` seconds and a maximum of eight times the mean (benchmarks/countdown_env.py).
 
-``samples/s`` and ``tokens/s`` are trained samples and tokens from the end of train step ``--skip`` to the end of the
-last but one. ``training`` and ``waiting`` are shares of the trainer's time. ``reward`` is the mean of the last five
-steps; it starts at 0.6, and at 0.5 in later turns. ``stale`` and ``surplus`` count dropped samples.
+``samples/s`` and ``tokens/s`` count trained samples and tokens from the end of train step ``--skip`` to the end of the
+second last step. ``training`` and ``waiting`` are shares of the trainer's time. ``reward`` is the mean of the last five
+steps. The initial model scores 0.6 in the first turn and 0.5 in later turns. ``stale`` and ``surplus`` count dropped
+samples.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from benchmarks.harness import (
 )
 
 SPARE = 1.5  # rollout.over_sampling
-STEP_S = 30.0  # of a call of the environment, in addition to the tool's wait
+STEP_S = 30.0  # timeout of an env call, in addition to the tool's wait
 LAST_STEPS = 5
 REWARD, ENV = (Path(__file__).with_name(f"countdown_{kind}.py") for kind in ("reward", "env"))
 COLOCATE = "colocate"
@@ -58,7 +59,7 @@ WAYS: Mapping[str, Sequence[str]] = {
 
 
 def words_of(given: argparse.Namespace, rows: Path, *, seed: int) -> list[str]:
-    """Returns the overrides of a run on the rows of a file, in their order."""
+    """Returns the overrides of a run that uses the rows of a file in order."""
     limit, room = "rollout.max_new_tokens", given.running * given.turns * (given.cap + PROMPT_TOKENS)
     env: list[str] = []
     if given.turns > 1:
@@ -83,7 +84,7 @@ def words_of(given: argparse.Namespace, rows: Path, *, seed: int) -> list[str]:
 
 
 def metrics_of(run: FinishedRun, *, skipped: int) -> Metrics:
-    """Returns a run's metrics; the last step counts for the reward only."""
+    """Returns a run's metrics. The last step is used for the reward only."""
     actor = run.steps()
     steps = sorted(actor)
     measured = [actor[step] for step in steps[skipped:-1]]
@@ -106,8 +107,9 @@ def metrics_of(run: FinishedRun, *, skipped: int) -> Metrics:
 
 
 def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Metrics:
-    """Executes one run; all ways of a round have the same prompts, which differ between rounds."""
-    # Over-sampling admits more prompts than are trained, and prompts for further steps are admitted before the end.
+    """Executes one run. All ways of a round have the same prompts; each round has new prompts."""
+    # A run needs more prompts than it trains: over-sampling, and prompts of later steps that are admitted before the
+    # end.
     count, seed = math.ceil(given.prompts * (SPARE * (given.steps + 6) + 1)), given.seed + number
     lengths = drawn_lengths(count * given.turns, mean=given.mean, cap=given.cap, seed=seed)
     wishes = [lengths[first : first + given.turns] for first in range(0, len(lengths), given.turns)]

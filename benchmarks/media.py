@@ -1,9 +1,9 @@
 """Measures encode workers: ``python -m benchmarks.media``; ``--parts`` selects sounds, pictures and stored.
 
-It prints the speed, as a multiple of real time, at which one worker decodes 30 s of sound and computes its features;
-then the time of one image or video, the speedup by a second worker, the stalls of the event loop meanwhile, and a
-worker's memory; then how often a run encodes each image, video or sound, and the bytes that the bus stores for a group
-with one item. The target is printed next to each result.
+``sounds`` prints the speed, as a multiple of real time, at which one worker decodes 30 s of sound and computes its
+features. ``pictures`` prints the time of one image or video, the speedup by a second worker, the stalls of the event
+loop meanwhile, and a worker's memory. ``stored`` prints how often a run encodes each image, video or sound, and the
+bytes that the bus stores for a group with one item. The target is printed next to each result.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measure_stored() -> None:
 
 
 async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: list[float]) -> float:
-    """Returns the seconds of encoding; appends the delay of each tick of the event loop to ``stalls``."""
+    """Returns the seconds of encoding. Appends the delay of each event loop tick to ``stalls``."""
     began = time.perf_counter()
     encoding = asyncio.gather(*map(pool.encode, sources))
     while not encoding.done():
@@ -159,9 +159,10 @@ async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: 
 
 
 async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[float, list[MediaItem]]:
-    """Returns the encodes per item under the requests of a run, and the items.
+    """Requests items like a run. Returns the number of encodes per item, and the items.
 
-    A group requests its items once, `RE_ASKS` times again, and for `EVALUATIONS`; each sample holds them.
+    A group requests its items once, `RE_ASKS` more times, and once for each of `EVALUATIONS`. Each sample holds its
+    items.
     """
     cache = ItemCache(pool, max_bytes=0)  # for items without an owner
     held = await cache.items(sources, owner="the prompt of a data set that other prompts share")
@@ -201,7 +202,7 @@ def _image(form: str) -> MediaSource:
 
 
 def _video() -> MediaSource:
-    """Returns a video of 40 seconds at 25 frames per second, of which 64 frames are used."""
+    """Returns a video of 40 seconds at 25 frames per second. Models use 64 of its frames."""
     import av
 
     file = io.BytesIO()

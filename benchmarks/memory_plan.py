@@ -1,4 +1,4 @@
-"""Compares the planned with the measured peak memory of every process of real runs on CPU cores.
+"""Compares the planned peak memory with the measured peak memory of every process of real runs on CPU cores.
 
     python -m benchmarks.memory_plan [--media] [--only NAME …] [--json FILE]
 
@@ -6,8 +6,9 @@ The prediction comes from the plan (docs/plan.md). The measurement is the peak r
 Linux), read until the process ends. There are three runs: the demo; a model of 29M parameters; and long responses,
 where activations, the attention mask and the KV cache dominate. With --media the runs use images and videos:
 tiny_qwen3_vl; tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x
-480 pixels; tiny_qwen3_5, with linear-attention states; and tiny_qwen3_omni, also with sounds. The peak of the encoded
-items in /dev/shm is measured, too. The runs take a few minutes, and the results hardly depend on machine load.
+480 pixels; tiny_qwen3_5, with linear-attention states; and tiny_qwen3_omni, also with sounds. The benchmark also
+measures the peak of the encoded items in /dev/shm. The runs take a few minutes. The results hardly depend on machine
+load.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from relax_core.plan.memory_terms import MIB
 DEADLINE_S = 600.0
 SAMPLE_S = 0.05
 REACH = 0.2
-MARK = "RELAX_MEMORY_PLAN"  # in the environment of every process of a run
+MARK = "RELAX_MEMORY_PLAN"  # environment variable of every process of a run
 QUIET = ("eval.every=0", "run.panel=false", "run.steps=8", "optimizer.lr=1e-5")
-KINDS = {  # a part of the process's name or command line → its name in the plan; the first match counts
+KINDS = {  # part of a process's name or command line → process name in the plan; the first match is used
     "encode_worker_main": "encode worker",
     "relax-control": "controller",
     "relax_core.engines.embedded": "engine",
@@ -139,12 +140,12 @@ def main() -> None:
 
 
 def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields name and overrides of each run on text; a model is made when its run is yielded."""
+    """Yields name and overrides of each run on text. Makes the model of a run just before yielding the run."""
     for name, (model, overrides) in RUNS.items():
         if model is not None:
             sizes = map(str, vars(model).values())
             folder = _make("benchmarks.random_model", scratch / "model", *sizes)
-            # The demo's answer length, unless the run sets its own.
+            # This is the demo's answer length; a run may override it.
             own: tuple[str, ...] = (
                 "model=qwen3",
                 "model.dtype=float32",
@@ -201,7 +202,7 @@ def measured(overrides: Sequence[str]) -> dict[str, float]:
 def compare(
     plan: Mapping[str, float], truth: Mapping[str, float], *, named: Sequence[str] = OF_TEXT
 ) -> dict[str, dict[str, float]]:
-    """Returns rows for the kinds ``named``, for all others and for the sum: both sizes in MiB and their ratio."""
+    """Returns rows for the kinds in ``named``, all other kinds and the sum: both sizes in MiB and their ratio."""
     rows = {}
     for name in named:
         rows[name] = {"predicted": plan[name], "measured": truth[name]}
@@ -214,7 +215,7 @@ def compare(
 
 
 def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Returns a Markdown table, in which ratios further than `REACH` from 1 are marked."""
+    """Returns a Markdown table. "(!)" marks ratios further than `REACH` from 1."""
     lines = ["| Run | Process | Predicted, MiB | Measured, MiB | Ratio |", "|---|---|---|---|---|"]
     for run, rows in figures.items():
         for name, row in rows.items():
@@ -225,7 +226,7 @@ def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
-    """Returns kind and peak in MiB of the run's living processes by pid; ``ours`` caches the pids of the run."""
+    """Returns by pid the kind and the peak in MiB of the run's processes. ``ours`` caches the pids of the run."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -234,7 +235,7 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
         try:
             if pid not in ours:
                 environment = (entry / "environ").read_bytes()
-                if not environment:  # a process within exec is read again later
+                if not environment:  # a process in the middle of exec is read again later
                     continue
                 ours[pid] = mark in environment
             if not ours[pid]:
@@ -260,7 +261,7 @@ def _item_bytes(pid: int) -> int:
 
 
 def _make(module: str, folder: Path, *sizes: str) -> Path:
-    """Makes a folder with random weights in a separate process, because transformers is large."""
+    """Makes a model folder with random weights in a separate process, because transformers needs much memory."""
     subprocess.run([sys.executable, "-m", module, str(folder), *sizes], check=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""Makes a single train rank with the default configuration, for benchmarks without a run."""
+"""Makes a single trainer rank with the default configuration, for benchmarks without a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def one_rank_parallel(**changes: Any) -> ParallelConfig:
-    """Returns the layout of one rank, with ``changes``."""
+    """Returns the parallel layout of one rank. ``changes`` replace fields."""
     return replace(typed_config(compose([])).parallel, **changes)
 
 
 def one_rank_setup(folder: Path, *, overrides: Sequence[str] = (), **changes: Any) -> RankSetup:
-    """Returns a rank's setup for the model in ``folder``, as in a run with ``overrides``, with ``changes``."""
+    """Returns a rank's setup for the model in ``folder``, like a run with ``overrides``. ``changes`` replace fields."""
     from relax_core.train.megatron_rank import RankSetup
 
     config = typed_config(compose(list(overrides)))

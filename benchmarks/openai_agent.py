@@ -2,10 +2,11 @@
 
     python -m relax_core env=agent agent.command="python benchmarks/openai_agent.py calculator" …
 
-``calculator`` asks the model for a product, offers a calculator tool and executes its calls; ``no_tool`` offers no
-tool. ``guess`` lets the model guess a number from 1 to 7 in three turns and rewrites the history each turn ("so far: 4
-higher, 6 lower"), so that no request continues the previous one; ``random_guess`` gives random hints. With
-agent.workers=0 it plays the task in the file RELAX_TASK, otherwise the tasks from stdin, one JSON object per line.
+``calculator`` asks the model for a product, offers a calculator tool and executes the model's calls. ``no_tool`` offers
+no tool. ``guess`` lets the model guess a number from 1 to 7 in three turns. It rewrites the history in each turn ("so
+far: 4 higher, 6 lower"), so no request continues the previous request. ``random_guess`` gives random hints. With
+agent.workers=0 the program plays the task in the file RELAX_TASK. Otherwise it plays the tasks from stdin, one JSON
+object per line.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ OPENING = f"guess a number from 1 to {HIGHEST}"
 
 
 def calculator(client: OpenAI, row: dict[str, Any], *, tools: list[Any]) -> float:
-    """Returns 1 if the last number of the model's last answer is the product."""
+    """Returns 1 if the last number in the model's last answer is the product."""
     draw = random.Random(row["seed"])
     a, b = (draw.randrange(100, 1000) for _ in range(2))
     messages: list[Any] = [{"role": "user", "content": f"{a} times {b} ?"}]
@@ -70,7 +71,7 @@ def product(arguments: str) -> str:
 
 
 def history(so_far: list[tuple[int, str]]) -> str:
-    """Returns the only message of a turn: the opening, and the earlier guesses with their hints."""
+    """Returns the only message of a turn: the question, and the earlier guesses with their hints."""
     return OPENING + (f", so far: {', '.join(f'{guess} {told}' for guess, told in so_far)}" if so_far else "")
 
 
@@ -100,14 +101,14 @@ GAMES: dict[str, Callable[[Any, dict[str, Any]], float]] = {
 
 def main() -> None:
     """Plays one task, or the tasks from stdin."""
-    from openai import OpenAI  # takes seconds, so not when only the games are imported
+    from openai import OpenAI  # imported here because it takes seconds, and some importers need the games only
 
     play = GAMES[sys.argv[1]]
     if "RELAX_TASK" in os.environ:
         row = json.loads(Path(os.environ["RELAX_TASK"]).read_text(encoding="utf-8"))
         Path(os.environ["RELAX_RESULT"]).write_text(json.dumps({"reward": play(OpenAI(), row)}), encoding="utf-8")
         return
-    client = OpenAI(base_url="http://127.0.0.1", api_key="the task's")  # made once: it loads certificates, 30 ms
+    client = OpenAI(base_url="http://127.0.0.1", api_key="the task's")  # made once: it loads certificates (30 ms)
     for line in sys.stdin:
         given = json.loads(line)
         reward = play(client.with_options(base_url=given["base_url"], api_key=given["api_key"]), given["task"])

@@ -1,11 +1,11 @@
-"""Compares train steps in every parallel layout with the single process, and the single process with Hugging Face.
+"""Compares train steps of every parallel layout with a single process, and the single process with Hugging Face.
 
     python -m benchmarks.parity [--media] [--json FILE] [--only NAME …] [--cases CASE …]
 
 It trains tiny models for two steps in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt)
 and plain packing (each sample is a group). Prompts and responses have different lengths and fill several micro-batches;
-the last micro-batch has no group for a second replica. The table has the largest absolute differences of the loss, of
-the log-probs before and after the steps, and of the weights after them, and the largest relative difference of the
+the last micro-batch has no group for the second replica. The table has the largest absolute differences of the loss, of
+the log-probs before and after the steps, and of the final weights. It also has the largest relative difference of the
 gradient norm. Recorded results are in benchmarks/results/parity.json and parity_media.json.
 """
 
@@ -30,7 +30,7 @@ MEDIA_FIGURES = (*FIGURES, "gradients", "each_gradient")
 DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
 SEES, SEES_EXPERTS, HEARS = "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"
 HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
-OTHERS = ("llama", "mistral")  # compared with Hugging Face only
+OTHERS = ("llama", "mistral")  # families that are compared with Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
 SEQUENCE = {"sequence_parallel": True}
@@ -41,8 +41,8 @@ DEALT = {"shard_media": True}
 class Row:
     """Defines a layout by its differences from the layout of one rank.
 
-    Without ``trainable`` only log-probs are computed, as for a reference. With ``kept`` the layout is also computed
-    with kept sets (the tokens left by top-p, top-k and min-p) and a banned token.
+    Without ``trainable`` the layout computes log-probs only, like a reference. With ``kept`` the layout is also tested
+    with kept sets (the tokens that top-p, top-k and min-p keep) and a banned token.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def packings(self) -> tuple[str, ...]:
-        """Returns the packings. "balanced" needs whole micro-batches, because its loss is computed per micro-batch."""
+        """Returns the packings. "balanced" computes the loss per micro-batch, so it needs whole micro-batches."""
         kept = ("kept",) if self.kept else ()
         if self.family in (SEES, SEES_EXPERTS):
             return "tree", "plain", *(("replay",) if self.family == SEES_EXPERTS else ())
@@ -167,9 +167,9 @@ _DEALT_ROWS = (
 
 
 def _rows_of(prefix: str, *, dense: str, experts: str) -> Iterator[Row]:
-    """Yields the layouts of the vision models for another family.
+    """Yields the layouts of the vision models, for another model family.
 
-    A family that has no dense model leaves out the layouts that Megatron does not train with experts.
+    Megatron does not train experts in some layouts. A family without a dense model leaves these layouts out.
     """
     for row in _SEEING_ROWS:
         family = experts if row.family == SEES_EXPERTS else dense
@@ -187,7 +187,7 @@ MEDIA_ROWS = (
 
 
 def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns a dict with ``name``, ``packing`` and `FIGURES` for each comparison with Hugging Face, row and packing.
+    """Returns a dict with ``name``, ``packing`` and `FIGURES` for each layout, packing and Hugging Face comparison.
 
     ``cases`` are the media cases to compare with Hugging Face, by default all.
     """
@@ -197,7 +197,7 @@ def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = 
     work = parity_media_ranks if media else parity_ranks
     with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
         folder = Path(name)
-        # Text has few rows, so its comparison with Hugging Face is always complete.
+        # Text has few cases, so its comparison with Hugging Face is always complete.
         chosen = {"families": {row.family for row in rows}, "cases": cases} if media else {}
         _run_all(folder, [work.reference_main], [{"folder": folder, **chosen}])
         found = _read(folder / "1.jsonl")
@@ -212,7 +212,7 @@ def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = 
 
 
 def _run_all(folder: Path, works: Sequence[Callable[..., None]], calls: Sequence[Mapping[str, Any]]) -> None:
-    """Runs each call in a forked process. The first failure ends the others, and its traceback is raised."""
+    """Runs each call in a forked process. At the first failure ends all calls and raises its traceback."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, kwargs=call) for work, call in zip(works, calls, strict=True)]
     for process in processes:

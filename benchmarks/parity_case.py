@@ -1,4 +1,4 @@
-"""The computation of every row of `benchmarks.parity`: two steps with this loss and optimizer, and their comparison."""
+"""Defines the loss, the optimizer and the comparison that every row of `benchmarks.parity` uses for its two steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from relax_core.config.choices import Schedule
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 
-STEPS = 2  # two, because some errors appear from the second step on (stale parameters, counts of gradients)
-# A step changes a weight by lr * g / (|g| + eps). With an eps of the size of the gradients it measures them; with a
-# tiny eps it would measure their sign, which is noise for a gradient that consists of rounding.
+STEPS = 2  # some errors appear only in the second step (stale parameters, counts of gradients)
+# A step changes a weight by lr * g / (|g| + eps). With an eps as large as the gradients, the change measures the
+# gradient. With a tiny eps, the change would measure the gradient's sign, which is noise for a gradient of rounding
+# errors.
 OPTIMIZER = OptimizerConfig(
     lr=3e-2,
     min_lr_ratio=0.0,
@@ -33,11 +34,11 @@ OPTIMIZER = OptimizerConfig(
 CONFIG = dataclasses.replace(gspo.GspoConfig(group_size=4), clip_low=0.1, clip_high=0.1)
 ENTROPY_WEIGHT = 0.01
 TEMPERATURE = 0.9
-NO_GRADIENT = 1e-6  # of the largest gradient's norm; smaller gradients are only rounding, as for the bias of keys
+NO_GRADIENT = 1e-6  # share of the largest gradient's norm; smaller gradients are only rounding, as for the bias of keys
 
 
 def _loss_with_entropy(inputs: LossInputs, config: gspo.GspoConfig) -> LossOutputs:
-    """Returns GSPO's loss with an entropy bonus: ratios per sequence need all tokens of a sample from all ranks."""
+    """Returns GSPO's loss with an entropy bonus. Its ratio per sequence needs a sample's tokens from all ranks."""
     assert inputs.entropy is not None
     outputs = gspo.loss(inputs, config)
     bonus = (inputs.entropy * inputs.loss_mask).sum()
@@ -51,8 +52,9 @@ SPEC = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Holds the results of some steps: loss and gradient norm of each, log-probs before and after, the weights after,
-    and the experts' loads in each for a mixture of experts. A back end that does not train has log-probs only.
+    """Holds the results of some steps: loss and gradient norm of each step, log-probs before and after the steps, and
+    the final weights. For a mixture of experts also the experts' loads in each step. A backend that does not train has
+    log-probs only.
     """
 
     losses: list[float]
@@ -63,7 +65,7 @@ class Outcome:
     gradients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of the first step, clipped to norm 1
 
     def difference(self, reference: Outcome) -> dict[str, float]:
-        """Returns the largest absolute differences, and the largest relative difference of the gradient norm."""
+        """Returns the largest absolute differences, and for the gradient norm the largest relative difference."""
 
         def widest(ours: Any, theirs: Any) -> float:
             return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(ours, theirs, strict=True))
@@ -88,9 +90,9 @@ class Outcome:
         return found
 
     def each_gradient(self, reference: Outcome) -> float:
-        """Returns the largest norm of a gradient's difference to ``other``, relative to the norm in ``other``.
+        """Returns the largest norm of a gradient difference, relative to the gradient's norm in ``other``.
 
-        Gradients that are only rounding are compared relative to the largest norm.
+        For gradients that are only rounding, the difference is relative to the largest norm of all gradients.
         """
         assert self.gradients.keys() == reference.gradients.keys() and self.gradients
         norms = {name: float(gradient.norm()) for name, gradient in reference.gradients.items()}

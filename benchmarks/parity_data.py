@@ -1,4 +1,4 @@
-"""Makes the models and the groups of `benchmarks.parity`, in every packing."""
+"""Makes the models of `benchmarks.parity`, and its groups in every packing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
 from tests.trees import answers_tree, of_tokens, with_experts, with_tokens
 
-BANNED = 50  # with two tensor-parallel ranks, a token of the second rank
-# For families other than Qwen3: the variant of benchmarks/family_models.py, and changes to it.
+BANNED = 50  # with two tensor-parallel ranks, the second rank has this token
+# For families other than Qwen3: the variant in benchmarks/family_models.py, and changes to the variant.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_parameters": LLAMA3}),
     "llama": ("llama, llama3 rope", {}),
@@ -25,7 +25,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """Returns a tiny random model of four layers: Qwen3 with tied embeddings, the others without."""
+    """Returns a tiny random model of four layers. Only Qwen3 has tied embeddings."""
     if family in OTHERS:
         variant, changes = OTHERS[family]
         return make_family_model(folder, variant, num_hidden_layers=4, seed=1, **changes)
@@ -86,8 +86,8 @@ def make_groups() -> list[TokenTree]:
 
 
 def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) -> list[TokenTree]:
-    """Returns the groups with rollout log-probs of a policy near this one, so that few ratios are clipped. ``logprobs``
-    are those of this policy, ``[rows]`` for each group.
+    """Returns the groups with rollout log-probs near ``logprobs``, so few ratios are clipped. ``logprobs`` are the
+    log-probs of the present policy, ``[rows]`` for each group.
     """
     random = np.random.default_rng(1)
     found = []
@@ -99,7 +99,7 @@ def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) ->
 
 
 def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Returns plain packing: the same samples, each as its own group."""
+    """Returns the same samples in plain packing: each sample is a group."""
     return [
         dataclasses.replace(group.take([place]), group_uid=episode.uid, counts_group=True)
         for group in groups
@@ -108,16 +108,16 @@ def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 
 def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
-    """Splits groups in order; the last micro-batch has one group, so that a second replica gets none. With ``pipeline``
-    micro-batches have two groups, so that groups of one sample give more micro-batches than the pipeline collects
-    before its first run.
+    """Splits groups in order. The last micro-batch has one group, so it is empty on a second replica. With ``pipeline``
+    micro-batches have two groups; groups of one sample then give more micro-batches than the pipeline collects before
+    its first run.
     """
     usable, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
     return [list(usable[start : start + size]) for start in range(0, len(usable), size)] + [list(groups[-1:])]
 
 
 def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Returns the groups with experts to replay: two random experts of four in each of the four layers."""
+    """Returns the groups with experts to replay: in each of the four layers two random experts of four."""
     random = np.random.default_rng(2)
     return [
         with_experts(group, random.random((group.computed_rows, 4, 4)).argsort(-1)[..., :2].astype(np.uint8))
@@ -126,7 +126,7 @@ def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 
 def with_kept(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Returns the groups with kept sets; neither these nor the responses have the banned token."""
+    """Returns the groups with kept sets. Kept sets and responses never contain the banned token."""
     random = np.random.default_rng(3)
     found = []
     for group in groups:

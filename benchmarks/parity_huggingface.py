@@ -1,4 +1,4 @@
-"""Computes the steps of `benchmarks.parity` in Hugging Face: one padded batch and torch's AdamW."""
+"""Computes the steps of `benchmarks.parity` with Hugging Face: one padded batch and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def huggingface_steps(
     logits: Logits | None = None,
     published: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> Outcome:
-    """Returns the outcome of some steps: every sample is a row of one padded batch, and the same loss function gets
-    log-probs over the kept sets without ``banned`` tokens. ``logits`` replaces the padded forward pass. With
-    ``published``, which converts tensors to those of a model folder, the outcome has gradients.
+    """Returns the outcome of some steps. Every sample is a row of one padded batch. The loss function is the same as in
+    Relax and uses log-probs over the kept sets without ``banned`` tokens. ``logits`` replaces the padded forward pass.
+    ``published`` converts tensors to the format of a model folder; with it the outcome has gradients.
     """
     logits = logits or _padded_logits
     model.train()
@@ -55,7 +55,7 @@ def huggingface_steps(
         logprobs, entropy = _forward(model, groups, left, logits)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
-        for parameter in model.parameters():  # A tower without gradients, for text alone, has weight decay, too.
+        for parameter in model.parameters():  # A media tower without gradients (text only) has weight decay, too.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
@@ -75,7 +75,7 @@ def huggingface_steps(
 
 
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
-    """Returns bool ``[tokens, vocab]``: the tokens from which each response token was sampled."""
+    """Returns for each response token the set of tokens that it was sampled from, bool ``[tokens, vocab]``."""
     masks = [
         np.ones((int(group.lengths.sum()), model.config.get_text_config().vocab_size), dtype=bool)
         if group.kept is None
@@ -98,7 +98,7 @@ def _padded_logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
 
 
 def _forward(model: Any, groups: Sequence[TokenTree], left: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
-    """Returns log-prob and entropy of every response token over the tokens that are ``left``."""
+    """Returns log-prob and entropy of every response token over the tokens in ``left``."""
     samples = one_sample_each(groups)
     every = [logit / TEMPERATURE for logit in logits(model, samples)]
     predicting = [of_rows[sample.tokens[1] - 1] for of_rows, sample in zip(every, samples, strict=True)]
@@ -131,7 +131,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TokenTree]) -> tup
 
 
 def _exported(model: Any) -> dict[str, Tensor]:
-    """Returns the weights by their names on disk; transformers fuses the experts of a layer in memory."""
+    """Returns the weights by their names on disk, because transformers fuses the experts of a layer in memory."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")

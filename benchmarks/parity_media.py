@@ -1,4 +1,4 @@
-"""Makes the vision models and the groups with media of `benchmarks.parity`, and Hugging Face's logits."""
+"""Makes the vision models and the media groups of `benchmarks.parity`. Also computes Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WORDS, IMAGE, VIDEO, BEGIN, END = 50, 50, 51, 52, 53  # number of text tokens, t
 AUDIO, AUDIO_BEGIN, AUDIO_END = 54, 55, 56  # of Qwen3-Omni
 LAYERS, EXPERT_COUNT, PER_TOKEN = 8, 4, 2
 PATCH = 4
-# Image grids (height, width) of a pack with many sizes.
+# Image grids (height, width) of the case with many image sizes.
 SIZES = ((2, 2), (4, 6), (8, 2))
 CASES = ("one image", "many sizes", "video", "branches", "text", "mixed")
 HYBRID_CASES = (*CASES, "trunks", "depth")  # for families with a gated delta net
-Shape = tuple[int, list[Any]]  # rows, and the shapes of the branches after the last row
-Part = int | MediaItem  # a number of random text tokens, or an item
+Shape = tuple[int, list[Any]]  # number of rows, then the shapes of the branches after the last row
+Part = int | MediaItem  # a number of random text tokens, or a media item
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """Returns a tiny random model of eight layers; the tower's features are added after the first two."""
+    """Returns a tiny random model of eight layers. Tower features are added after each of the first two layers."""
     import transformers
 
     from relax_core.tools.tiny_media import write_published
@@ -94,10 +94,11 @@ def make_model(folder: Path, family: str) -> Any:
             if name.endswith("conv1d.weight"):
                 parameter.copy_(5.0 * noise)
             if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-                # Keys similar to queries give no outputs near zero, whose rounding the next norm would amplify.
+                # Keys similar to queries avoid outputs near zero. The next norm would amplify the rounding of such
+                # outputs.
                 query, key = parameter[:_KEYS], parameter[_KEYS : 2 * _KEYS]
                 key.copy_(query + 0.3 * key)
-            if name.endswith("A_log"):  # states last from a few to hundreds of rows
+            if name.endswith("A_log"):  # states decay over a few to hundreds of rows
                 parameter.copy_(torch.linspace(-5.0, 1.0, len(parameter)))
     folder.mkdir(exist_ok=True)
     config.save_pretrained(folder)
@@ -127,7 +128,7 @@ _KEYS = _HYBRID_TEXT["linear_num_key_heads"] * _HYBRID_TEXT["linear_key_head_dim
 
 
 class Items:
-    """Makes random images and videos with their files in ``folder``."""
+    """Makes random images and videos and writes their files into ``folder``."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         tower = folder_architecture(model_folder).vision
@@ -148,7 +149,7 @@ class Items:
 
 
 def make_case(case: str, items: Items) -> list[TokenTree]:
-    """Returns the groups of a case; in the case "mixed" the last group has text only."""
+    """Returns the groups of a case. In the case "mixed" the last group has text only."""
     many = [items.image(*size) for size in SIZES]
     video = items.video(2, 4, 4)
     groups = {
@@ -170,7 +171,7 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
 
 
 def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -> TokenTree:
-    """Returns a group of a prompt and its answers. Items in an answer come from an environment and are not sampled."""
+    """Returns a group of a prompt and its answers. An env returns the items in an answer: they are not sampled."""
     random = np.random.default_rng(len(prompt) + 10 * len(answers))
     trunk, media, _ = _rows(prompt, 0, random)
     ids, lengths, sampled = list[int](), list[int](), list[bool]()
@@ -186,7 +187,7 @@ def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -
 
 
 def around_item(item: MediaItem) -> tuple[list[int], list[int]]:
-    """Returns the tokens that the chat template puts around an item; a video with time stamps contains them already."""
+    """Returns the tokens that the chat template adds around an item. A video with time stamps already contains them."""
     if item.kind == "audio":
         return [AUDIO_BEGIN], [AUDIO_END]
     return ([BEGIN], [END]) if item.kind == "image" or item.fractional else ([], [])
@@ -197,7 +198,7 @@ _DEEP: Shape = (5, [(3, [(2, [(4, []), (66, [])]), (1, [])]), (64, [(1, [(2, [])
 
 
 def deep_group(uid: str, shape: Shape) -> TokenTree:
-    """Returns a random tree whose first rows are the prompt; each leaf is an episode."""
+    """Returns a random tree. Its first rows are the prompt, and each leaf is an episode."""
     end, leaves = list[int](), list[int]()
 
     def grow(rows: int, forks: Sequence[Shape]) -> None:
@@ -242,7 +243,7 @@ def _rows(parts: Sequence[Part], start: int, random: np.random.Generator) -> tup
 
 
 def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower: VisionTower) -> Tensor:
-    """Returns the logits of a tree without forks, ``[rows, vocabulary]``; transformers computes all positions."""
+    """Returns transformers' logits of a tree without forks, ``[rows, vocabulary]``."""
     ids = torch.from_numpy(tree.token_ids).long()[None]
     inputs: dict[str, Tensor] = {}
     names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -258,7 +259,7 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
 
 
 def published(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model's tensors as in its folder, where the experts of Qwen3-VL are transposed."""
+    """Returns a model's tensors in the format of its folder: the experts of Qwen3-VL are transposed."""
     return {
         name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name and family == EXPERTS else tensor
         for name, tensor in tensors.items()

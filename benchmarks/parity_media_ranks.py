@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.parity --media`: ranks and references, as `benchmarks.parity_ranks` for text."""
+"""The processes of `benchmarks.parity --media`: ranks and references. `benchmarks.parity_ranks` does it for text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from tests.trees import with_experts, with_tokens
 
 STEPS = 3
 FAMILIES = (DENSE, EXPERTS, OMNI, HYBRID, HYBRID_EXPERTS)
-SLOWER = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 3)  # so that rounding does not grow over the third step
+SLOWER = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 3)  # keeps rounding small in the third step
 # The norm after a gated delta net amplifies the rounding of each step a hundred times in log-probs.
 SLOWEST = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 30)
 
@@ -77,7 +77,7 @@ def _cases_of(family: str) -> Iterable[str]:
 
 
 def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenTree]:
-    """Returns the groups of a case; with "replay" they have random experts."""
+    """Returns the groups of a case. With "replay" the groups have random experts to replay."""
     if family == OMNI:
         groups = make_omni_case(case, OmniItems(folder / family, folder / "media"))
     else:
@@ -110,7 +110,7 @@ def steps(
     layout: Mapping[str, Any],
     count: int = STEPS,
 ) -> Outcome:
-    """Returns the outcome of some steps, with the gradients of the first step if each rank has them whole."""
+    """Returns the outcome of some steps. Includes the first step's gradients if each rank has complete gradients."""
     gradients: dict[str, Tensor] = {}
     whole = not layout.get("distributed_optimizer")
 
@@ -150,14 +150,14 @@ def recurrent_rule() -> Iterator[None]:
 
 
 def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:
-    """Returns the groups, reversed in every second step. In the other steps the text group is last, and overlapped
-    gradient reduction would fail if text did not pass a tower.
+    """Returns the groups, in reverse order in every second step. Otherwise the text group is last: then overlapped
+    gradient reduction fails unless text passes a tower, too.
     """
     return groups if step % 2 else groups[::-1]
 
 
 def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
-    """Computes all rows of the table with ``ranks`` ranks; rank 0 writes a line to ``<ranks>.jsonl`` for each."""
+    """Computes all rows of the table with ``ranks`` ranks. Rank 0 writes a line to ``<ranks>.jsonl`` for each row."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -192,8 +192,8 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
 
 
 def reference_main(folder: Path, *, families: Container[str], cases: Container[str] = ()) -> None:
-    """Compares Hugging Face with the single process in ``cases``, or in every case, of ``families``, as trees and as
-    rows.
+    """Compares Hugging Face with the single process for ``families``, as trees and as rows. By default in every case,
+    otherwise in ``cases``.
     """
     torch.set_num_threads(1)
     with (folder / "1.jsonl").open("w") as lines:
@@ -209,7 +209,7 @@ def reference_main(folder: Path, *, families: Container[str], cases: Container[s
 
 
 def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
-    """Returns the lines of a case. The single process in the case "mixed" writes its outcomes for the layouts."""
+    """Returns the lines of a case. In the case "mixed" the single process writes its outcomes for the layouts."""
     reader = FolderReader(folder / "media")
     alone: dict[str, Any] = {"layout": {}, "rank": 0, "ranks": 1, "port": 0}
     backend = partial(make_backend, folder, family=family, media=reader, optimizer=settings_of(family), **alone)

@@ -1,4 +1,4 @@
-"""Makes the model and the groups of `benchmarks.parity --media` for Qwen3-Omni, and Hugging Face's logits."""
+"""Makes model and groups of `benchmarks.parity --media` for Qwen3-Omni. Also computes Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from tests.media_items import item_of_rows
 OMNI = "qwen3_omni_moe"
 OMNI_CASES = ("image", "video", "video with its sound", "clips", "four kinds", "text", "mixed")
 CLIPS = (10, 100, 730, 3000)  # frames of clips of 0.1, 1, 7.3 and 30 seconds
-SECONDS = 0.7  # between two temporal patches of a video: 9.1 positions
+SECONDS = 0.7  # time between two temporal patches of a video: 9.1 positions
 
 
 def make_omni_model(folder: Path, *, seed: int = 0, size: float = 0.1, **text: Any) -> Any:
-    """Returns transformers' thinker of a tiny random model of eight layers; the folder also has the talker.
+    """Returns transformers' thinker of a tiny random model of eight layers. The model's folder also has the talker.
 
     ``size`` is the scale of the random weights; ``text`` replaces keys of the language model's configuration.
     """
@@ -54,7 +54,7 @@ def make_omni_model(folder: Path, *, seed: int = 0, size: float = 0.1, **text: A
     thinker |= {"vision_start_token_id": BEGIN, "vision_end_token_id": END}
     thinker |= {"audio_start_token_id": AUDIO_BEGIN, "audio_end_token_id": AUDIO_END}
     thinker["text_config"] |= {"vocab_size": 60, "num_hidden_layers": LAYERS, "rope_theta": 1e6}
-    thinker["text_config"]["pad_token_id"] = None  # else this row of the embedding has no gradient in transformers
+    thinker["text_config"]["pad_token_id"] = None  # transformers leaves out a padding id's gradient
     thinker["text_config"] |= {"num_experts": EXPERT_COUNT, "num_experts_per_tok": PER_TOKEN, **text}
     width = thinker["text_config"]["hidden_size"]
     thinker["vision_config"]["out_hidden_size"] = thinker["audio_config"]["output_dim"] = width
@@ -71,7 +71,7 @@ def make_omni_model(folder: Path, *, seed: int = 0, size: float = 0.1, **text: A
 
 
 class OmniItems:
-    """Makes random images, videos and clips with their files in ``folder``."""
+    """Makes random images, videos and clips and writes their files into ``folder``."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         architecture = folder_architecture(model_folder)
@@ -110,7 +110,7 @@ class OmniItems:
 
 
 def make_omni_case(case: str, items: OmniItems) -> list[TokenTree]:
-    """Returns the groups of a case; in the case "mixed" the last group has text only."""
+    """Returns the groups of a case. In the case "mixed" the last group has text only."""
     many = [items.image(*size) for size in SIZES]
     video, clips = items.video(3, 4, 4), [items.clip(frames) for frames in CLIPS]
     heard = items.video_with_sound(3, 2, 4, frames=250)
@@ -130,7 +130,7 @@ def make_omni_case(case: str, items: OmniItems) -> list[TokenTree]:
 
 
 def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Towers) -> Tensor:
-    """Returns the logits of a tree without forks, ``[rows, vocabulary]``; transformers computes all positions."""
+    """Returns transformers' logits of a tree without forks, ``[rows, vocabulary]``."""
     assert towers.vision is not None
     ids = torch.from_numpy(tree.token_ids).long()[None]
     inputs: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
             inputs["use_audio_in_video"] = any(item.audio_frames for item, _ in own)
     features = [torch.from_numpy(tensors["features"].copy()) for _, tensors in items if "features" in tensors]
     if features:
-        # The batch has at least one whole chunk, because transformers pads chunks to the longest one.
+        # The batch needs at least one complete chunk, because transformers pads chunks to the longest chunk.
         longest = max(100, *(feature.shape[1] for feature in features))
         inputs["input_features"] = torch.stack(
             [torch.nn.functional.pad(feature, (0, longest - feature.shape[1])) for feature in features]
@@ -161,5 +161,5 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
 
 
 def published_thinker(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a thinker's tensors as in its folder."""
+    """Returns a thinker's tensors in the format of its folder."""
     return {f"thinker.{name}": tensor.contiguous() for name, tensor in published_omni(tensors.items())}

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.parity`: ranks, each in one layout after the other, and the single process."""
+"""The processes of `benchmarks.parity`: ranks, which compute all layouts in turn, and the single process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 300.0
 Order = Callable[[int, Sequence[TokenTree]], Sequence[TokenTree]]  # (step, groups) → groups in the order of this step
 BALANCE = 0.1  # coefficient of the balancing loss
 ONE_RANK = one_rank_parallel(micro_batch_tokens=96)
-CHUNK_ROWS = 8  # small, so that each micro-batch has several chunks of logits
+CHUNK_ROWS = 8  # small, because each micro-batch should have several chunks of logits
 
 
 def make_backend(
@@ -91,7 +91,7 @@ def run_steps(
     steps: int = STEPS,
     after_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Trains some steps on one replica, each in its ``order``. Only rank 0 returns the whole weights."""
+    """Trains some steps on one replica. ``order`` orders the groups of a step. Only rank 0 returns complete weights."""
     replicas = layout.get("dp", 1)
 
     def logprobs() -> np.ndarray:
@@ -119,7 +119,7 @@ def run_steps(
 
 
 def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
-    """Computes all rows of the table with ``ranks`` ranks; rank 0 writes a line to ``<ranks>.jsonl`` for each."""
+    """Computes all rows of the table with ``ranks`` ranks. Rank 0 writes a line to ``<ranks>.jsonl`` for each row."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
 
 
 def reference_main(folder: Path) -> None:
-    """Computes the single process in every packing, and Hugging Face with torch's AdamW on one padded batch."""
+    """Computes the steps of the single process in every packing, and the steps of Hugging Face on one padded batch."""
     torch.set_num_threads(1)
     lines = []
     for family in (DENSE, EXPERTS, BIASED, *OTHERS):

@@ -3,8 +3,9 @@
     python -m benchmarks.plain_loop [--steps 40 --seed 0] [--model FOLDER --new-tokens 256 --learning-rate 0]
 
 It does the work of a public single-process trainer: ``generate`` with its KV cache for all samples of the step at once,
-rewards, one padded forward pass for the log-probs of the responses, backward, clipping, AdamW. One thread, no other
-process. Of Relax it uses only the task, its reward and the GRPO loss. Prints one line of JSON with one entry per step.
+rewards, one padded forward pass for the log-probs of the responses, backward, clipping, AdamW. It has one thread and no
+other process. It uses only the task, the reward and the GRPO loss of Relax. Prints one line of JSON with one entry per
+step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def loop_arguments(described: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of a single-process loop, which by default trains the demo's model on the demo's task."""
+    """Returns the parser of a single-process loop. The defaults are the demo's model and the demo's task."""
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -41,7 +42,7 @@ def loop_arguments(described: str | None) -> argparse.ArgumentParser:
 
 
 class PlainLoop:
-    """Holds model, tokenizer and optimizer of the loop; ``given`` are its flags, see `loop_arguments`."""
+    """Holds model, tokenizer and optimizer of the loop. ``given`` are the loop's flags (`loop_arguments`)."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         import torch
@@ -60,7 +61,7 @@ class PlainLoop:
         )
 
     def step(self, step: int) -> dict[str, float]:
-        """Runs one train step; returns its parts in milliseconds, its samples and tokens, and the mean reward."""
+        """Runs one train step. Returns the milliseconds of its parts, its samples and tokens, and the mean reward."""
         began = time.perf_counter()
         inputs, answers = self._prompts(step)
         sequences = self._generate(inputs)
@@ -97,7 +98,7 @@ class PlainLoop:
         return dict(inputs), [task_example.answer for task_example in examples]
 
     def _generate(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Returns ``[samples, width + new]``; the samples of a prompt are adjacent."""
+        """Returns prompts with responses, ``[samples, width + new]``. The samples of a prompt are adjacent."""
         import torch
 
         with torch.inference_mode():
@@ -111,10 +112,10 @@ class PlainLoop:
                 max_new_tokens=self._given.new_tokens,
                 num_return_sequences=GROUP_SIZE,
             )
-        return sequences.clone()  # out of inference mode, for autograd
+        return sequences.clone()  # autograd needs a tensor from outside inference mode
 
     def _score(self, responses: Tensor, answers: list[str]) -> tuple[Tensor, Tensor]:
-        """Returns rewards ``[samples]`` and the mask of response tokens up to the end token ``[samples, new]``."""
+        """Returns rewards ``[samples]``, and the mask of response tokens up to the end token, ``[samples, new]``."""
         import torch
 
         from relax_core.contracts.reward import RewardInput
@@ -131,7 +132,7 @@ class PlainLoop:
         return torch.tensor(rewards), before == 0
 
     def _train(self, sequences: Tensor, prompt_mask: Tensor, rewards: Tensor, mask: Tensor, *, step: int) -> None:
-        """Trains on-policy GRPO: the old log-probs are the new log-probs without gradient."""
+        """Trains one step of on-policy GRPO. The old log-probs are the new log-probs without gradient."""
         import torch
 
         from algorithms.functional import clipped_policy_loss, group_relative_advantages

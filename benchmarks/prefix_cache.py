@@ -1,11 +1,12 @@
-"""Measures the prefix cache of the embedded engine: episodes of several turns with it and without it.
+"""Measures the prefix cache of the embedded engine: episodes of several turns with and without the cache.
 
     python -m benchmarks.prefix_cache [--rounds 5] [--episodes 32] [--models "tiny" "4 layers of width 256"]
 
-All episodes of a round share an opening of 200 tokens. Each of their 8 turns is one request for one response of 16
-tokens, followed by an observation of 32 tokens. Two engine processes, with and without the cache, take turns in every
-round and get the same HTTP requests as from the rollout. Measured are the tokens computed in prefill, the engine's time
-in prefill and decoding, the CPU time of its process with its HTTP, and the memory of the cache, compared with the plan.
+All episodes of a round share a prompt of 200 tokens. Each of the 8 turns is one request for one response of 16 tokens,
+followed by an observation of 32 tokens. Two engine processes, with and without the cache, alternate in every round.
+They receive the same HTTP requests as from the rollout. The benchmark measures the tokens computed in prefill, the
+engine's time in prefill and decoding, the CPU time of the engine process including HTTP, and the memory of the cache,
+compared with the plan.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ async def play(client: EngineClient, *, seed: int, episodes: int) -> list[list[i
     random = np.random.default_rng(seed)
     opening = random.integers(4, VOCAB, PROMPT).tolist()
     tokens = [list(opening) for _ in range(episodes)]
-    params = SamplingParams(max_new_tokens=ANSWER, banned_token_ids=[3])  # no answer ends early
+    params = SamplingParams(max_new_tokens=ANSWER, banned_token_ids=[3])  # so no answer ends early
     for turn in range(TURNS):
         requests = [
             PromptRequest(rid=f"{seed}.{index}.{turn}", input_ids=ids, sampling_seed=seed + 97 * index + turn)

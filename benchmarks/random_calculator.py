@@ -1,4 +1,4 @@
-"""A control for the calculator env: the tool returns random numbers, so calls are useless."""
+"""A control for the calculator env: the tool returns random numbers, so tool calls are useless."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RandomCalculatorConfig(CalculatorConfig):
 
 
 class RandomCalculator(Calculator):
-    """Asks for a product; each call returns a random number of 5 or 6 digits, like the product."""
+    """Asks for a product. Each tool call returns a random number with 5 or 6 digits, like the product."""
 
     def __init__(self, start: EpisodeStart, config: RandomCalculatorConfig) -> None:
         super().__init__(start, config)
         self._draw = random.Random(start.episode_seed)
 
     async def step(self, action: Action) -> StepResult:
-        """Returns the result of the task with random results of calls."""
+        """Returns the result of the calculator env with random tool results."""
         result = await super().step(action)
         if result.done or isinstance(result.observation, str):
             return result

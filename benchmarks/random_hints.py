@@ -1,4 +1,4 @@
-"""A control for number_guess: the env answers "higher" or "lower" at random, so three guesses find 3 of 7 numbers."""
+"""A control for number_guess: the env answers "higher" or "lower" at random. So three guesses find 3 of 7 numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RandomHintsConfig(NumberGuessConfig):
 
 
 class RandomHints(NumberGuess):
-    """Runs a game whose hints are random."""
+    """Runs a game with random hints."""
 
     def __init__(self, start: EpisodeStart, config: RandomHintsConfig) -> None:
         super().__init__(start, config)
         self._draw = random.Random(start.episode_seed)
 
     async def step(self, action: Action) -> StepResult:
-        """Returns the result of the game with a random hint after a wrong guess."""
+        """Returns the result of number_guess, with a random hint after a wrong guess."""
         result = await super().step(action)
         if result.observation in ("higher", "lower"):
             return dataclasses.replace(result, observation=self._draw.choice(("higher", "lower")))

@@ -1,4 +1,4 @@
-"""Makes a Qwen3 of given sizes with random weights and the built-in tokenizer, for runs where only sizes matter.
+"""Makes a Qwen3 of given sizes with random weights and the built-in tokenizer, for runs that depend on sizes only.
 
 python -m benchmarks.random_model FOLDER HIDDEN FEED_FORWARD LAYERS HEADS KV_HEADS HEAD_DIM VOCABULARY
 """
@@ -35,8 +35,8 @@ def main() -> None:
         eos_token_id=3,
     )
     model = Qwen3ForCausalLM(config)
-    # An answer ends at random after about VOCABULARY tokens: the other logits are random around that of the end token,
-    # 0.
+    # An answer ends at random after about VOCABULARY tokens, because all other logits are random around 0, the logit of
+    # the end token.
     model.model.embed_tokens.weight.data[config.eos_token_id] = 0.0
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Makes a Qwen3-VL of 11M random parameters and data rows with one image each, for runs where only sizes matter.
+"""Makes a Qwen3-VL of 11M random parameters and data rows with one image each, for runs that depend on sizes only.
 
 python -m benchmarks.random_vision_model FOLDER
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = "rows.parquet"
-ROW_COUNT = 600  # of which 256 are held out
-SIDE, WIDER = 480, 7  # pixels; the widths of five images in turn differ by WIDER
+ROW_COUNT = 600  # 256 of the rows are held out
+SIDE, WIDER = 480, 7  # pixels; the widths of five successive images increase by WIDER
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220)}
 PATCH = 16  # pixels
 TEXT = {
@@ -68,7 +68,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_rows(file: Path) -> None:
-    """Writes the rows; the answer is the image's colour."""
+    """Writes the rows. The answer to a row is the image's colour."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from PIL import Image
@@ -79,7 +79,7 @@ def write_rows(file: Path) -> None:
         content = io.BytesIO()
         image = Image.new("RGB", (SIDE + WIDER * (number % 5), SIDE), colour)
         image.paste((0, 0, 0), (number % 25 * 16, number // 25 * 16, number % 25 * 16 + 16, number // 25 * 16 + 16))
-        image.save(content, "PNG")  # the black square makes each row's item unique
+        image.save(content, "PNG")  # the position of the black square makes each row's item unique
         images = [{"bytes": content.getvalue(), "path": None}]
         rows.append({"prompt": "<image>which colour?", "images": images, "answer": name})
     pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=64)

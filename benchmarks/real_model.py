@@ -7,29 +7,29 @@
     /tmp/trl-venv/bin/pip install -c constraints.txt trl==1.16
     … --trl-path /tmp/trl-venv/lib/python3.11/site-packages
 
-The model is SmolLM2-135M-Instruct, or any dense text model as a Hugging Face folder. ``--quick``: once and shorter.
+The model is SmolLM2-135M-Instruct, or any dense text model as a Hugging Face folder. ``--quick``: one round, with
+shorter runs.
 
-- matrix products: the products of the model's layers and of its head for `MATRIX_ROWS` rows. They take turns with
-  ``decode`` and ``train``, whose operations per second are printed as a share of theirs, for the same dtype and
-  threads.
+- matrix products: the products of the model's layers and of its head for `MATRIX_ROWS` rows. They alternate with
+  ``decode`` and ``train``. The operations per second of ``decode`` and ``train`` are printed as a share of the
+  products' operations per second, for the same dtype and threads.
 - ``decode``: the embedded engine over HTTP, and transformers' generate, on the same prompts.
 - ``train``: forward, backward and AdamW over the same groups. "transformers, padded": micro-batches padded to their
   longest; "packed": concatenated in one row and separated by positions; both with torch's AdamW. "Relax, rows": each
   answer with its own copy of the prompt; "Relax": the prompt once. Relax's optimizer keeps float32 weights also for
-  bfloat16. Operations count the tokens that a way has to compute, without padding.
+  bfloat16. Operations cover the tokens that a way must compute, without padding.
 - ``trl``: samples per second of whole runs on sums of two numbers, 8 prompts × 16 answers of at most 24 tokens. TRL and
-  colocate use all threads, async s=1 half of them each for engine and trainer. Relax skips groups with equal rewards,
-  TRL does not; with the reward of the first three ways (`reward.near`) there are few such groups. "right or wrong" is
-  the usual reward, with which most groups of this model are skipped at first; ``computed`` is the share of computed
-  groups.
-- ``memory``: peaks of the processes of a short run, and the prediction of plan=true.
+  colocate use all threads. With async s=1, engine and trainer have half of the threads each. Relax skips groups with
+  equal rewards, and TRL does not; the reward of the first three ways (`reward.near`) gives few such groups. "right or
+  wrong" is the usual reward: Relax first skips most groups of this model. ``computed`` is the share of computed groups.
+- ``memory``: peak memory of the processes of a short run, and the prediction of plan=true.
 - ``start``: seconds from the command to the first token and to the first train step.
 
-Operations: a multiplication and an addition count as two. A token costs 2 N in a forward pass, where N is the
-parameters without the embedding, and with the head if the token predicts; attention adds 4 × width for each pair of
-tokens in each layer; backward is twice forward. All parts compute in ``--dtype``; use float32 if bfloat16 is slower,
-because the processor has neither AMX nor AVX-512 for it. Numbers are medians over the rounds, followed by minimum and
-maximum.
+Operations: a multiplication and an addition count as two. A token costs 2 N in a forward pass. N counts the parameters
+without the embedding, and includes the head only for tokens that predict. Attention adds 4 × width for each pair of
+tokens in each layer. Backward costs twice as much as forward. All parts compute in ``--dtype``; use float32 if bfloat16
+is slower, because the processor lacks AMX and AVX-512 for bfloat16. Numbers are medians over the rounds, followed by
+minimum and maximum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.child_process import OPENMP_WAITS
 
-# For all ways; torch reads it on import.
+# Applies to all ways; torch reads the variable on import.
 os.environ.update(OPENMP_WAITS, HF_HUB_DISABLE_PROGRESS_BARS="1")
 
 import torch
@@ -97,14 +97,14 @@ DECODED, RATE = "tokens/s", "samples/s, mean"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Holds a comparison and its columns in the table; ratios are to the way ``base``."""
+    """Holds a comparison and its columns in the table. Ratios are relative to the way ``base``."""
 
     found: Comparison
     figures: Sequence[str]
     base: str
 
     def lines(self) -> Iterator[str]:
-        """Yields rows of the table: a way's metric, its ratio to the base, and its share of the matrix products."""
+        """Yields the table's rows: a way's metric, the ratio to the base way, and the share of the matrix products."""
         for way, rounds in self.found.found.items():
             for figure in self.figures:
                 if figure not in rounds[0]:
@@ -122,7 +122,7 @@ class Result:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the median with the least and the largest value."""
+    """Formats the median, the minimum and the maximum."""
     shown = (median(values), min(values), max(values))
     words = [f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in shown]
     return words[0] if len(values) == 1 else f"{words[0]} ({words[1]} to {words[2]})"
@@ -205,7 +205,7 @@ def size_of(folder: Path) -> Size:
 
 
 def layer_products(size: Size) -> list[tuple[int, int]]:
-    """Returns input and output widths of the matrix products of a layer."""
+    """Returns the input and output widths of a layer's matrix products."""
     width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     return [
         (size.hidden, width + 2 * keys),
@@ -225,7 +225,7 @@ def forward_flops(size: Size, counts: Counts) -> float:
 def decode_counts(samples: int, *, prompt: int, new_tokens: int) -> Counts:
     """Returns rows, pairs and predicted rows of ``samples`` responses to different prompts.
 
-    The last sampled token passes no layer.
+    The last sampled token is not computed by the layers.
     """
     rows = prompt + new_tokens - 1
     return Counts(rows=samples * rows, pairs=samples * rows * (rows + 1) // 2, predicted=samples * new_tokens)
@@ -252,7 +252,7 @@ def matrix_metrics(size: Size, dtype: torch.dtype, threads: int, number: int) ->
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 class Case:
-    """Runs the measurements of the model in ``given.model`` with the other flags of the command line."""
+    """Runs the measurements of the model ``given.model`` with the flags of the command line."""
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self._given, self._scratch = given, scratch
@@ -279,7 +279,7 @@ class Case:
         return Result(found=found, figures=["GFLOP/s"], base=next(iter(ways)))
 
     def decode(self) -> Iterator[Result]:
-        """Compares the embedded engine with transformers, one batch size after the other."""
+        """Compares the embedded engine with transformers for each batch size."""
         from transformers import AutoModelForCausalLM
 
         threads, new_tokens = self._given.threads, 32 if self._given.quick else 256
@@ -314,7 +314,7 @@ class Case:
         lengths = response_lengths(groups * samples, longest=TRAIN_LONGEST, mean=TRAIN_MEAN).reshape(groups, samples)
         trees = make_groups(lengths, prompt=TRAIN_PROMPT, vocabulary=self._size.vocabulary)
         rows = as_rows(trees)
-        # With a learning rate of 0 all ways keep the same weights, so that two of them can share a model.
+        # With a learning rate of 0 all ways keep the same weights, so two ways can share a model.
         model = self._given.model
         theirs = HuggingFace(model, learning_rate=0.0, dtype=dtype)
         family = json.loads((model / "config.json").read_text(encoding="utf-8"))["model_type"]
@@ -338,7 +338,7 @@ class Case:
         yield Result(found=found, figures=[DECODED], base=f"{TRANSFORMERS}, padded")
 
     def trl(self) -> Iterator[Result]:
-        """Compares whole runs with TRL."""
+        """Compares complete runs with TRL."""
         threads = self._given.threads
         modes = {COLOCATE: ("mode=colocate", threads), ASYNC: ("mode=async", max(1, threads // 2))}
         ways: dict[str, Callable[[int], Metrics]] = {TRL: self._trl_metrics}
@@ -367,14 +367,14 @@ class Case:
         return figures | {"computed": 1.0 - fmean(skipped_groups) / 8}
 
     def memory(self) -> Iterator[Result]:
-        """Compares peaks with those of the plan."""
+        """Compares the measured peak memory with the plan's prediction."""
         overrides = [
             *self._run_overrides(near=True),
             "mode=colocate",
             f"engine.threads={self._given.threads}",
             "run.steps=2",
         ]
-        overrides.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # truncates nearly all answers to the planned length
+        overrides.append(f"rollout.max_new_tokens={CUT_TOKENS}")  # nearly all answers are truncated here
         plan = predicted([*overrides, f"run.dir={self._scratch / 'plan'}"])
         comparisons: dict[str, Comparison] = {}
         for number in range(self._given.rounds):
@@ -387,7 +387,7 @@ class Case:
             yield Result(found=comparison, figures=["MiB"], base="measured")
 
     def start(self) -> Iterator[Result]:
-        """Measures starts of both modes."""
+        """Measures the start of runs with mode=colocate and mode=async."""
         modes = {COLOCATE: "mode=colocate", ASYNC: "mode=async"}
         ways = {name: partial(self._start_metrics, mode) for name, mode in modes.items()}
         found = take_turns("start", ways, rounds=self._given.rounds, warm_up=False)
@@ -427,7 +427,7 @@ def timed_tokens(generate: Callable[[int, int], int], new_tokens: int, flops: fl
 
 
 def timed_step(step: Callable[[], float], tokens: int, flops: float, number: int) -> Metrics:
-    """Returns the speed of a train step; ``step`` returns the gradient norm."""
+    """Returns the speed of a train step. ``step`` executes the step and returns the gradient norm."""
     began = time.perf_counter()
     norm = step()
     took = time.perf_counter() - began
@@ -445,7 +445,7 @@ def write_sums(file: Path) -> None:
 
 
 def endless_copy(model: Path, folder: Path) -> Path:
-    """Returns ``folder`` with links to the files of ``model``, but no token that ends a response."""
+    """Makes a model in ``folder`` with links to the files of ``model``, but no end token. Returns ``folder``."""
     folder.mkdir()
     for file in model.iterdir():
         if file.name in ("config.json", "generation_config.json"):

@@ -2,10 +2,11 @@
 
     python -m benchmarks.real_numerics [--prompts 200 --gradients 20 --greedy 64 --bfloat16 20] [--model FOLDER]
 
-The prompts are chats, sums and word problems (tests/real/prompts.py), the answers are sampled by the embedded engine at
-temperature 1. All computations except those of bfloat16 are in float32. The row `transformers bfloat16` has the
-difference of transformers itself between the two dtypes, on the same tokens. A gradient's difference is relative to the
-largest entry of its tensor; the reference is transformers in float64, and transformers in float32 is also shown.
+The prompts are chats, sums and word problems (tests/real/prompts.py). The embedded engine samples the answers at
+temperature 1. All computations are in float32, except the bfloat16 rows. The row `transformers bfloat16` is the
+difference between transformers in bfloat16 and transformers in float32, on the same tokens. A gradient's difference is
+relative to the largest entry of its tensor. The reference for gradients is transformers in float64; transformers in
+float32 is also shown.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.real.prompts import conversations
 from tests.trees import answers_tree, of_tokens
 
 CONTEXT, NEW_TOKENS = 256, 16
-AT_ONCE = 32  # samples that the engine decodes together
+AT_ONCE = 32  # number of samples that the engine decodes together
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ def answers(
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, given: Sequence[Answer]) -> Tensor:
-    """Returns transformers' log-probs of all answer tokens, float32 ``[tokens]``."""
+    """Returns the log-probs of all answer tokens by transformers, float32 ``[tokens]``."""
     return torch.cat([logprobs_of(model, answer.tokens)[-len(answer.ids) :].float() for answer in given])
 
 
 @torch.inference_mode()
 def scored(model: LanguageModel, given: Sequence[Answer], dtype: torch.dtype) -> Tensor:
-    """Returns the embedded engine's scores of all answer tokens ``[tokens]``."""
+    """Returns the log-probs of all answer tokens by the embedded engine, ``[tokens]``."""
     items = [
         ScoreItem(token_ids=answer.tokens, start=len(answer.prompt) - 1, top_k=1, temperature=1.0) for answer in given
     ]
@@ -126,7 +127,7 @@ def scored(model: LanguageModel, given: Sequence[Answer], dtype: torch.dtype) ->
 
 
 def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
-    """Returns a group of one sample for each answer, with random advantages."""
+    """Returns for each answer a group of one sample, with random advantages."""
     random = np.random.default_rng(0)
     return [
         answers_tree(
@@ -141,7 +142,7 @@ def groups_of(given: Sequence[Answer]) -> list[TokenTree]:
 
 
 class Trainer:
-    """Runs the trainer of one rank."""
+    """Runs the Relax trainer on one rank."""
 
     def __init__(self, folder: Path, *, dtype: str = "float32") -> None:
         from relax_core.train.policy_backend import MegatronBackend
@@ -172,8 +173,8 @@ class Trainer:
 
 def reference_gradients(folder: Path, given: Sequence[Answer], dtype: torch.dtype) -> dict[str, Tensor]:
     model = transformers_model(folder, dtype)
-    # SmolLM2's pad token is <|im_end|>, which is in every prompt. transformers gives the embedding of a pad token no
-    # gradient; Relax has no pad tokens.
+    # SmolLM2's pad token is <|im_end|>, and every prompt contains it. transformers computes no gradient for the
+    # embedding of a pad token. Relax has no pad tokens.
     model.get_input_embeddings().padding_idx = None
     for answer, group in zip(given, groups_of(given), strict=True):
         weights = torch.from_numpy(group.extras["advantages"]).to(dtype)
@@ -182,7 +183,7 @@ def reference_gradients(folder: Path, given: Sequence[Answer], dtype: torch.dtyp
 
 
 def gradient_gaps(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Returns the largest difference relative to a tensor's largest entry, and the name of that tensor."""
+    """Returns the largest difference relative to a tensor's largest entry, and the tensor's name."""
     return max(
         (float((found[name].double() - tensor).abs().max() / tensor.abs().max()), name)
         for name, tensor in exact.items()
@@ -190,7 +191,7 @@ def gradient_gaps(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> t
 
 
 def served_logprobs(kind: str, folder: Path, given: Sequence[Answer]) -> Tensor | None:
-    """Returns an engine process's log-probs of all answer tokens; None if the engine is not installed."""
+    """Returns the log-probs of all answer tokens by an engine process, or None if the engine is not installed."""
     kinds = engine_kinds()
     if kind not in kinds:
         return None
@@ -277,8 +278,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; without it SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--gradients", type=int, default=20, help="rows whose gradients are compared")
-    parser.add_argument("--greedy", type=int, default=64, help="prompts that are answered greedily")
+    parser.add_argument("--gradients", type=int, default=20, help="number of rows for the comparison of gradients")
+    parser.add_argument("--greedy", type=int, default=64, help="number of prompts with greedy answers")
     parser.add_argument("--bfloat16", type=int, default=20, help="answers that are computed in bfloat16")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Measures the cost of rewards: ``python -m benchmarks.rewards [--rounds 3]``.
 
-1. Answers per second of 8 groups of 16 answers with a reward that waits 50 ms per answer: one answer after the other,
-   in threads, and as an async function.
+1. Answers per second of 8 groups of 16 answers with a reward that waits 50 ms per answer: sequentially, in threads, and
+   as an async function.
 2. Microseconds per group of 16 answers with the demo's reward: in the event loop, and in a thread for each group.
 3. Answers per second of reward=math in two warm worker processes, with and without the sandbox, and the seconds from
    the start of a pool to its first reward.
@@ -83,7 +83,7 @@ def quick_reward(*, rounds: int) -> Comparison:
     group = [RewardInput(response=f"1{n}3", stopped=True, answer="321", row={}) for n in range(GROUP_SIZE)]
 
     async def one_by_one(rewards: RewardPool) -> float:
-        for _ in range(QUICK_GROUPS):  # until the pool has measured the reward's speed
+        for _ in range(QUICK_GROUPS):  # the pool measures the reward's speed first
             await rewards.score(group)
         began = time.perf_counter()
         for _ in range(QUICK_GROUPS):

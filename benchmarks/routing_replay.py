@@ -2,9 +2,9 @@
 
     python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
 
-A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
-and once with the engine's experts. So both columns have the same samples and weights. Two models: the built-in model
-after its warm start, and a random model of four layers with 16 experts, 4 a token, with longer responses.
+A bfloat16 engine samples. A float32 trainer computes the log-probs of the same tokens twice: with its own routing and
+with the engine's experts. So both columns have the same samples and weights. There are two models: the built-in model
+after its warm start, and a random model of four layers with 16 experts, 4 per token, and longer responses.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ VOCABULARY = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Holds the result of one model and seed: gaps in nats over all response tokens; ``rerouted``: share of tokens for
-    which the trainer's routing chooses another expert in some layer.
+    """Holds the result of one model and seed: gaps in nats over all response tokens. ``rerouted`` is the share of
+    tokens for which the trainer's routing chooses another expert in some layer.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def random_model(folder: Path, *, seed: int) -> None:
-    """Writes a model of four layers with 16 experts, 4 a token, whose distributions are far from flat."""
+    """Writes a model of four layers with 16 experts, 4 per token. Its distributions are far from flat."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def task_prompts(folder: Path, *, count: int, seed: int) -> list[list[int]]:
 
 
 def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path) -> list[TokenTree]:
-    """Returns groups sampled by a bfloat16 engine, with its log-probs and experts."""
+    """Returns groups that a bfloat16 engine samples, with the engine's log-probs and experts."""
     requests = [
         PromptRequest(rid=str(place), input_ids=ids, sampling_seed=10_000 * seed + place)
         for place, ids in enumerate(prompts)

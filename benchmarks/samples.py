@@ -1,8 +1,8 @@
-"""Measures the cost of logging all samples: the calls in the event loop, and the thread that writes the files.
+"""Measures the cost of logging all samples: in the event loop, and in the thread that writes the files.
 
 `python -m benchmarks.samples` prints microseconds for each train step of the demo (8 groups of 16 answers), their share
-of a step, and bytes for each sample. The calls take their share from the rollout's event loop; the thread runs in
-parallel and holds the interpreter lock for about its CPU time.
+of a step, and bytes for each sample. The calls block the rollout's event loop. The thread runs in parallel, and holds
+the interpreter lock for about its CPU time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--answer-tokens", type=int, default=6, help="of each answer; the demo has about 6")
-    parser.add_argument("--step-ms", type=float, default=65.0, help="wall time of a step, of which the share is taken")
+    parser.add_argument("--step-ms", type=float, default=65.0, help="wall time of a train step, for the printed share")
     given = parser.parse_args()
     trees = [_tree(index, given.answer_tokens) for index in range(GROUPS)]
     columns = [encode_tree(tree) for tree in trees]

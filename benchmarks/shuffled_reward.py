@@ -1,8 +1,8 @@
-"""A control: the reward of reverse_digits with a wrong reference answer, so that nothing can be learnt.
+"""A control: the reward of reverse_digits with a wrong reference answer, so the model cannot learn the task.
 
     python -m relax_core reward=plugin reward.name=benchmarks/shuffled_reward.py
 
-``exact`` still counts true answers: if it rises in a run with this reward, the run leaks the true answers somewhere.
+``exact`` still counts true answers. If ``exact`` rises in a run with this reward, the run leaks the true answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ShuffledConfig(RewardConfig):
 
 
 def other_answer(answer: str) -> str:
-    """Returns another answer of the same length, derived from this one but independent of its digits."""
+    """Returns another answer of the same length. It depends on this answer, but not on its digits."""
     return "".join(random.Random(answer).choices("0123456789", k=len(answer)))
 
 

@@ -2,8 +2,8 @@
 
 The runs are text demos. The benchmark measures the seconds from the command to the engine's first token and to the
 first train step, and from a SIGKILL of the trainer to the first train step of the next trainer, which resumes from the
-newest checkpoint. It prints medians for each process: its start time, and its CPU time until that step or since the
-kill. It also prints the machine's load, because elapsed time depends more on the load than CPU time.
+newest checkpoint. It prints medians for each process: the start time, and the CPU time until the first train step or
+since the kill. It also prints the machine's load, because elapsed time depends on the load more than CPU time does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ OVERRIDES = (
     "eval.every=0",
 )
 LOOK_S = 0.2  # seconds between two observations of the processes
-LOAD_S = 60.0  # deadline of an engine's answer, which comes between two decode steps
+LOAD_S = 60.0  # timeout of an engine's response; the engine responds between two decode steps
 STEPS_BETWEEN = 30  # train steps before a kill
 TRAINER = "actor_rank_0"
-# psutil rounds the boot time of the machine to seconds.
+# The error of psutil's boot time, which psutil rounds to seconds.
 CLOCK_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
 
 
@@ -52,14 +52,14 @@ class Phase:
     """Holds the seconds of a start or a recovery, and the start time and the CPU time of each process."""
 
     seconds: float = 0.0
-    token_s: float = 0.0  # until the first token; 0 for a recovery
+    token_s: float = 0.0  # seconds until the first token; 0 for a recovery
     born: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Look:
-    """Holds the newest observation of one process: name, Unix time of its start, and CPU seconds so far."""
+    """Holds the newest observation of one process: name, Unix time of the start, and CPU seconds so far."""
 
     name: str
     born: float
@@ -67,7 +67,7 @@ class Look:
 
 
 class Looks:
-    """Observes the processes of a run from a thread, so that ended processes are counted, too."""
+    """Observes the processes of a run from a thread, to include processes that end."""
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
@@ -86,7 +86,7 @@ class Looks:
             thread.join()
 
     def now(self) -> Mapping[int, Look]:
-        """Observes the processes once and returns every process observed so far, by its pid."""
+        """Observes the processes once. Returns every process observed so far by pid."""
         for pid, command in self._live.processes().items():
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
@@ -109,12 +109,12 @@ def process_name(short: str, command: str) -> str:
 
 
 def phase(before: Mapping[int, Look], after: Mapping[int, Look], *, began: float, ended: float) -> Phase:
-    """Returns the processes' CPU time between two observations; ``began`` and ``ended`` are Unix times."""
+    """Returns the processes' CPU time between two observations. ``began`` and ``ended`` are Unix times."""
     found = Phase(seconds=ended - began)
     count: dict[str, int] = defaultdict(int)
     for pid, look in sorted(after.items(), key=lambda item: item[1].born):
         took = look.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
-        if pid in before and took < 0.05:  # an idle process
+        if pid in before and took < 0.05:  # skips an idle process
             continue
         count[look.name] += 1
         name = look.name if count[look.name] == 1 else f"{look.name} ({count[look.name]})"
@@ -125,7 +125,7 @@ def phase(before: Mapping[int, Look], after: Mapping[int, Look], *, began: float
 
 
 def measure(folder: Path, *, kills: int, overrides: Sequence[str]) -> tuple[Phase, list[Phase]]:
-    """Measures one run: its start, and a recovery after each of ``kills`` kills of the trainer."""
+    """Measures the start of one run, and the recovery after each of ``kills`` kills of the trainer."""
     began, training = time.time(), Training(folder)
     port = free_port()
     with LiveRun(folder, *OVERRIDES, f"engine.port={port}", *overrides) as live, Looks(live).going_on() as looks:
@@ -157,7 +157,7 @@ def _recovery(live: LiveRun, training: Training, looks: Looks) -> Phase:
 
 
 def _first_token(port: int) -> float | None:
-    """Returns the Unix time if the embedded engine at this port has sampled a token."""
+    """Returns the present Unix time if the embedded engine at this port has sampled a token, otherwise None."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/loads", timeout=LOAD_S) as reply:
             drawn = json.load(reply)["loads"][0]["generated_tokens"]
@@ -167,7 +167,7 @@ def _first_token(port: int) -> float | None:
 
 
 def _await(live: LiveRun, found: Callable[[], float | None]) -> float:
-    """Returns the first result of ``found`` that is not None."""
+    """Calls ``found`` until its result is not None, and returns this result."""
     answers: list[float] = []
 
     def came() -> bool:

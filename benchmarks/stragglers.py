@@ -1,10 +1,10 @@
-"""Measures straggler detection: whether a run reports the slowed rank or engine and no other.
+"""Measures straggler detection: whether a run reports exactly the rank or engine that was slowed down.
 
     python -m benchmarks.stragglers [--runs 10] [--only ranks engines undisturbed] [--ranks 4 --engines 3 --share 0.3]
 
 Each run is a real run with ``--ranks`` data-parallel trainer ranks and ``--engines`` engines. At a random train step
-one rank or one engine is slowed down: its process gets SIGSTOP and SIGCONT in turns, so that it is stopped for
-``--share`` of the time. Prints after how many train steps it was reported, the report, and false alarms. An undisturbed
+the benchmark slows down one rank or one engine: it sends SIGSTOP and SIGCONT alternately, so the process is stopped for
+``--share`` of the time. Prints the number of train steps until the report, the report, and false alarms. An undisturbed
 run has ``--steps`` train steps. The exit code is 1 unless each slowed process is reported within 60 steps and there are
 no false alarms.
 """
@@ -41,19 +41,19 @@ OVERRIDES = (
     "rollout.prompts_per_step=48",
     "algo.group_size=16",
 )
-# One stop and one continuation. On overloaded cores a process that was stopped for a few ms gets the next ms of a core
-# instead, and would lose no time.
+# Duration of one stop and one continuation together. On overloaded cores the scheduler compensates a process for a stop
+# of a few ms, so a shorter period would not slow it down.
 PERIOD_S = 0.25
-EARLIEST, LATEST = 20, 60  # train steps between which the slowing begins
-WITHIN = 60  # train steps within which it must be reported
-MORE_STEPS = 100  # a run without a report is ended this many steps after the slowing began
+EARLIEST, LATEST = 20, 60  # the slowing begins between these train steps
+WITHIN = 60  # maximum train steps until the report
+MORE_STEPS = 100  # a run without a report ends this many steps after the slowing began
 LOOK_S = 0.2
 RANKS, ENGINES, UNDISTURBED = "ranks", "engines", "undisturbed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Holds the result of a run: the slowed process, its first slow step, steps until its report, and all reports."""
+    """Holds the result of a run: the slowed process, the first slow step, the steps until the report, all reports."""
 
     who: str
     began: int
@@ -73,7 +73,7 @@ class Case:
 
 
 class Slowed:
-    """Stops a process for a share of the time; a context manager."""
+    """Context manager that stops a process for a share of the time."""
 
     def __init__(self, pid: int, *, share: float) -> None:
         self._pid, self._share = pid, share
@@ -89,7 +89,7 @@ class Slowed:
         self._thread.join()
 
     def _slow(self) -> None:
-        with suppress(PermissionError):  # for signals in time on a busy machine, if permitted
+        with suppress(PermissionError):  # a high priority keeps the signals in time on a busy machine, if permitted
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_RR, os.sched_param(1))
         with suppress(ProcessLookupError):  # the run has ended
             while not self._ended.is_set():
@@ -101,7 +101,7 @@ class Slowed:
 
 
 def step_of(folder: Path) -> int:
-    """Returns the newest train step that the trainer has reported, -1 before there is one."""
+    """Returns the newest train step that the trainer has reported, or -1."""
     try:
         return max(by_step(read_metrics(folder), ACTOR), default=-1)
     except ValueError:  # a line is being written
@@ -109,7 +109,7 @@ def step_of(folder: Path) -> int:
 
 
 def process_of(live: LiveRun, who: str) -> int:
-    """Returns the pid of a rank or of an engine: the process that has its log open."""
+    """Returns the pid of a rank or of an engine: the process with the open log file."""
     log = str(live.folder / "logs" / f"{who}.log")
     engine = who.startswith("engine")
     for pid, line in live.processes().items():
@@ -164,7 +164,7 @@ def _ended(live: LiveRun, given: argparse.Namespace, *, who: str, began: int, na
 
 
 def _print_times(folder: Path) -> None:
-    """Prints the duration of the steps, and the time of the ranks' own work in them."""
+    """Prints the duration of the steps, and the time that each rank works in a step."""
     records = read_metrics(folder)
     steps = [values["step_ms"] for values in by_step(records, ACTOR).values()]
     names = sorted({name.split("/")[0] for record in records if record.source == RANK for name in record.values})
@@ -188,13 +188,13 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--share", type=float, default=0.3, help="share of the time for which a process is stopped")
+    parser.add_argument("--share", type=float, default=0.3, help="share of the time that a process is stopped")
     parser.add_argument("--steps", type=int, default=150, help="train steps of an undisturbed run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--keep", type=Path, help="folder for the metrics.jsonl of each run")
     parser.add_argument("overrides", nargs="*", help="overrides of the runs, key=value")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the current run, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so the current run ends, too
     missed = 0
     for kind in given.only:
         good = 0

@@ -1,10 +1,11 @@
 """Makes the tiny judges and policies of ``benchmarks.learning --suite agents``, and held-out pairs to test the judges.
 
 There are two tasks: the answer to "rev 12345" is 54321, and to "inc 12345" 23456 (each digit plus one, 9 becomes 0). A
-judge knows one task. It gets the question and a response (taught_judge.jinja) and writes pairs of digits of its own
-answer and of the response, each followed by = or /, and its verdict at the end: "55=44=32/22=11= 0". It is trained on
-right responses and on six kinds of wrong ones. One policy sometimes answers both tasks. The other guesses a number from
-1 to 7 from a history that is rewritten each turn; half of its guesses use the history.
+judge knows one task. It reads the question and a response (taught_judge.jinja) and compares its own answer with the
+response, digit by digit. It writes each pair of digits, followed by = or /, and its verdict at the end:
+"55=44=32/22=11= 0". It is trained on right responses and on six kinds of wrong responses. The first policy answers both
+tasks, sometimes correctly. The second policy guesses a number from 1 to 7 from a history that is rewritten in each
+turn; half of its guesses use the history.
 
     python -m benchmarks.taught_models --judge rev --into FOLDER
 
@@ -45,7 +46,7 @@ TASKS: Mapping[str, Callable[[str], str]] = {
 }
 PROMPT = Path(__file__).with_name("taught_judge.jinja")
 PARSE = r" (?P<verdict>[01])$"
-MAX_TOKENS = 32  # tokens of a judge's text on a response of 8 characters: 3 for each, the verdict and the end
+MAX_TOKENS = 32  # tokens of a judge's text on 8 characters: 3 per character, the verdict and the end
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class Cooling(WarmStart):
     """Defines a warm start with a learning rate that falls linearly to a tenth."""
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, from 0."""
+        """Returns the learning rate of a step. Steps begin at 0."""
         return super().lr_at(step) * (1.0 - 0.9 * step / self.steps)
 
 
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
-# "both": greedy answers solve about 0.4 of one task and 0.3 of the other, which is learnt faster. "guess": it plays
-# like the scripted player, with mistakes; after fewer steps no guess uses the history.
+# "both": greedy answers solve about 0.4 of the first task and 0.3 of the second, which is learnt faster. "guess": the
+# policy plays like the scripted player, with mistakes. With fewer steps no guess would use the history.
 POLICIES = {
     "both": WarmStart(steps=105, seed=8),
     "guess": Cooling(steps=1000, seed=0, lr=3e-3, warmup_steps=50),
@@ -71,7 +72,7 @@ _MAKE_DEADLINE_S = 3600.0
 
 
 def question_of(rng: random.Random, task: str, *, held_out: bool = False) -> tuple[str, str]:
-    """Returns a question of a task and its answer; one of sixteen questions is held out by its checksum."""
+    """Returns a question of a task and its answer. A checksum selects one of sixteen questions as held out."""
     while True:
         digits = "".join(rng.choices(DIGITS, k=LENGTH))
         if (zlib.crc32(digits.encode()) % HELD_OUT_SLOTS == 0) is held_out:
@@ -79,7 +80,7 @@ def question_of(rng: random.Random, task: str, *, held_out: bool = False) -> tup
 
 
 def wrong_response(rng: random.Random, answer: str) -> str:
-    """Returns a wrong response: one or two digits changed, moved, missing, too many, or all random."""
+    """Returns a wrong response: one or two digits changed, moved, missing or added, or all digits random."""
     digits, kind = list(answer), rng.choice(("one", "one", "one", "two", "moved", "short", "long", "drawn"))
     if kind in ("one", "two"):
         for place in rng.sample(range(LENGTH), 1 if kind == "one" else 2):
@@ -97,20 +98,20 @@ def wrong_response(rng: random.Random, answer: str) -> str:
 
 
 def pair_of(rng: random.Random, task: str, *, held_out: bool = False) -> tuple[str, str, str]:
-    """Returns a question, its answer and a response, which is right in half of the pairs."""
+    """Returns a question, its answer and a response. Half of the responses are right."""
     question, answer = question_of(rng, task, held_out=held_out)
     return question, answer, answer if rng.random() < 0.5 else wrong_response(rng, answer)
 
 
 def judgement(answer: str, response: str) -> str:
-    """Returns the text of a right judge."""
+    """Returns the text that a perfect judge writes."""
     width = max(len(answer), len(response))
     pairs = zip(answer.ljust(width, "-"), response.ljust(width, "-"), strict=True)
     return "".join(f"{own}{its}{'=' if own == its else '/'}" for own, its in pairs) + f" {int(answer == response)}"
 
 
 def write_known_verdicts(file: Path, tasks: Mapping[str, str]) -> None:
-    """Writes held-out pairs in the format of `reward.check.path`; ``tasks`` names the judge of each task."""
+    """Writes held-out pairs in the format of `reward.check.path`. ``tasks`` names the judge of each task."""
     rng = random.Random("held-out pairs")
     rows = []
     for number in range(HELD_OUT_PAIRS):
@@ -122,7 +123,7 @@ def write_known_verdicts(file: Path, tasks: Mapping[str, str]) -> None:
 
 
 def write_rows(file: Path, judges: Mapping[str, str], *, rows: int, seed: int, held_out: bool) -> None:
-    """Writes rows of the tasks of ``judges`` in turns, each with the judge that it names for the task."""
+    """Writes rows that alternate between the tasks in ``judges``. Each row names the judge of its task."""
     rng = random.Random(f"rows {seed}")
     made = []
     for number in range(rows):
@@ -138,7 +139,7 @@ def judge_folder(task: str) -> Path:
 
 
 def judge_arguments(name: str, folder: Path) -> list[str]:
-    """Returns the overrides of a run with a trained judge under a name."""
+    """Returns the overrides that give a run a trained judge with this name."""
     key = f"reward.judges.{name}"
     return [
         f"{key}.model={folder}",
@@ -149,12 +150,12 @@ def judge_arguments(name: str, folder: Path) -> list[str]:
 
 
 def policy_folder(task: str) -> Path:
-    """Returns the folder of a policy: for "both" tasks, where it is sometimes right, or for "guess"."""
+    """Returns the folder of a policy: "both" is sometimes right in both tasks, "guess" plays the guessing game."""
     return _made("policy", task)
 
 
 def _made(kind: str, task: str) -> Path:
-    """Returns the folder of a model, which is made if it does not exist."""
+    """Returns the folder of a model. Makes the model if the folder does not exist."""
     recipe = JUDGE if kind == "judge" else POLICIES[task]
     text = f"{RECIPE_VERSION}/{asdict(recipe)}/{PROMPT.read_text(encoding='utf-8')}"
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -215,7 +216,7 @@ def _mixed_question(rng: random.Random) -> tuple[str, str]:
 
 
 def guess_example(rng: random.Random) -> tuple[str, str]:
-    """Returns a turn of a game of benchmarks/openai_agent.py, and the scripted player's guess."""
+    """Returns a turn of the guessing game in benchmarks/openai_agent.py, and the scripted player's guess."""
     number, so_far = rng.randint(1, HIGHEST), list[tuple[int, str]]()
     texts = [OPENING]
     for _ in range(rng.randrange(TURNS)):

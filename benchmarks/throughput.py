@@ -4,23 +4,23 @@
     python -m benchmarks.throughput --tail [--trl-path FOLDER]   # answers of 1 to 256 tokens, 3.2M parameters
     taskset -c 0,1 python -m benchmarks.throughput       # the same on two cores
 
-Each round runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL if it is given
+Each round runs in this order: the plain loop (`benchmarks.plain_loop`, one thread), TRL if it is given
 (`benchmarks.trl_loop`), then ``python -m relax_core`` with mode=colocate, with mode=async mode.max_staleness=0, and
 with mode=async mode.max_staleness=1, each with all features enabled (ledger, tokens, all roles, metrics files). Numbers
 are medians over the steps after the warm-up, then over the rounds. Use more rounds on a loaded machine.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
-that all sample the same lengths: an answer ends at random after 1 to 256 tokens. Rates are then answer tokens per
-second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, where
-engine and trainer take turns, with two threads each.
+all programs sample the same lengths: an answer ends at random after 1 to 256 tokens. Rates are then answer tokens per
+second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, when
+engine and trainer alternate, with two threads each.
 
 Parts of a step. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also the
 calls that let engines release and resume their memory. Without overlap (staleness 0) ``engine`` (prefill and decode),
 ``reward`` and the whole push of the weights are on the step's critical path, and ``bus+control`` is the rest of the
 step: hops between processes, decoding of rows, the trainer's record. At staleness 1 generation and push overlap with
 training: ``sync`` is the time that the trainer waits for the push. ``of which bus`` is the time of the trainer's calls
-to the bus, and ``of which wait`` the part in which they wait for rows that are not ready. ``bus+control`` includes both
-and the rest of the step, so it is an upper bound.
+to the bus. ``of which wait`` is the time that these calls wait for rows that are not ready. ``bus+control`` includes
+both times and the rest of the step, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from statistics import median
 from benchmarks.harness import QUIET_RUN, Metrics, command_line, machine, python, run_relax, take_turns, write_report
 from relax_core.observe.event_log import ROLLOUT
 
-SKIPPED_STEPS = 10  # warm-up of caches and allocators, until the pipeline is full
+SKIPPED_STEPS = 10  # warm-up of caches and allocators; then the pipeline is full
 TAIL_SKIPPED_STEPS, TAIL_STEPS = 3, 14  # fewer, because these steps take seconds
 PLAIN, TRL, COLOCATE, STRICT = "plain loop", "TRL", "colocate", "async s=0"
 ASYNC, ASYNC_2 = "async s=1", "async s=2"
@@ -47,7 +47,7 @@ OVERRIDES = {
     STRICT: ("mode=async", "mode.max_staleness=0"),
     ASYNC: ("mode=async", "mode.max_staleness=1"),
 }
-# With mode=colocate engine and trainer take turns, so each may have both cores.
+# With mode=colocate engine and trainer alternate, so each may use both cores.
 TAIL_OVERRIDES = {
     COLOCATE: OVERRIDES[COLOCATE],
     "2 threads": (*OVERRIDES[COLOCATE], "engine.threads=2"),
@@ -68,8 +68,8 @@ TAIL_RUN = (
 class Task:
     """Defines a measurement.
 
-    ``flags`` are arguments of the single-process loops. ``ways`` maps names to the overrides of a run, and
-    ``overrides`` are added to each run.
+    ``flags`` are arguments of the single-process loops. ``ways`` maps names to the overrides of a run. Each run also
+    has ``overrides``.
     """
 
     ways: Mapping[str, Sequence[str]]
@@ -80,7 +80,7 @@ class Task:
 
     @staticmethod
     def tail(model: Path) -> Task:
-        """Returns the task with answers of 1 to 256 tokens, and writes its model into the folder ``model``."""
+        """Returns the task with answers of 1 to 256 tokens. Writes the task's model into the folder ``model``."""
         python("benchmarks.random_model", str(model), *TAIL_MODEL)
         return Task(
             ways=TAIL_OVERRIDES,
@@ -110,7 +110,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens and 3.2M parameters")
+    parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens, model of 3.2M parameters")
     parser.add_argument("--steps", type=int, help=f"train steps of a run; by default 120, with --tail {TAIL_STEPS}")
     parser.add_argument(
         "--plain-steps", type=int, help=f"steps of single-process loops; default 60, with --tail {TAIL_STEPS}"
@@ -147,7 +147,7 @@ def measure_run(name: str, task: Task, steps: int, number: int) -> Metrics:
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
 def single_metrics(steps: Sequence[Mapping[str, float]], *, skipped: int = SKIPPED_STEPS) -> Metrics:
-    """Returns medians over a single-process trainer's steps after the warm-up, with its parts if it reports them."""
+    """Returns medians over a single-process trainer's steps after the warm-up, with the parts of a step if reported."""
     measured = steps[skipped:]
     parts = {"step": "step_ms", "engine": "generate_ms", "reward": "reward_ms", "train": "train_ms"}
     return _speed(measured) | {
@@ -166,7 +166,7 @@ def run_metrics(
 
     Without overlap, the prompt batch of step t and the push in the record of step t belong to weight version t.
     """
-    # The last step requests no rows for a next step, so its time differs.
+    # The last step differs in time, because it requests no rows for a next step.
     steps = sorted(actor)[skipped:-1]
     prompt_batches = [rollout[step] for step in steps if step in rollout]
     sync, rest_ms = [], []
@@ -189,7 +189,7 @@ def run_metrics(
 
 
 def _speed(measured: Sequence[Mapping[str, float]]) -> Metrics:
-    """Returns rates: ``samples/s`` is the rate of the median step, the others are means over all steps."""
+    """Returns rates. ``samples/s`` is the rate of the median step; the other rates are means over all steps."""
     samples, tokens, milliseconds = (
         sum(record[name] for record in measured) for name in ("samples", "tokens", "step_ms")
     )

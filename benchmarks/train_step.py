@@ -8,17 +8,18 @@ A step is forward, backward and optimizer over the same groups, on one thread of
 ways start from the same weights and take the same steps, so their gradient norms must agree.
 
 - ``fill``: 8 prompts of 32 tokens × 8 responses of at most 224. The fill is the share of real tokens if all sequences
-  were padded to 256; at 24% lengths have a long tail. "HF padded": micro-batches padded to their longest. "HF packed":
-  block-diagonal SDPA by position ids, at its fastest budget. "ours, rows": plain packing, every response with its own
-  copy of the prompt.
-- ``tree``: responses of at most 128 tokens, 64 on average. "tree, masked": attention by one masked grid.
+  were padded to 256. At a fill of 24% lengths have a long tail. "HF padded": micro-batches padded to their longest. "HF
+  packed": block-diagonal SDPA by position ids, at its fastest budget. "ours, rows": plain packing, every response with
+  its own copy of the prompt.
+- ``tree``: responses of at most 128 tokens, 64 on average. "tree, masked": attention by one masked matrix.
 - ``logprobs``: `benchmarks.logprobs`, 4,096 rows × 151,936 tokens, hidden 256, each way in separate processes.
-- ``replay``: R3 on a mixture of experts: groups with and without the engine's experts (here those of transformers'
-  model).
-- ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence per segment, with its shared
+- ``replay``: routing replay (R3) on a mixture of experts: groups with and without the engine's experts. Here the
+  experts come from transformers' model.
+- ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence per segment, including shared
   rows. The last line compares the ratio with the ratio of the counts of rows, pairs and predicted rows.
-- ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, against the
-  same with one answer; each in a separate process, peak minus the memory before the step.
+- ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, compared
+  with the same step over one answer. Each step runs in a separate process; its memory is the peak minus the memory
+  before the step.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ if TYPE_CHECKING:
 PARTS = ("fill", "tree", "logprobs", "replay", "trees", "memory")
 FILLS = (0.24, 0.5, 1.0)
 FILL_PROMPT, FILL_LONGEST, FILL_GROUPS, FILL_SAMPLES = 32, 224, 8, 8
-TREE_SHAPES = ((32, 8), (32, 16), (512, 8), (512, 16), (4096, 8), (4096, 16))  # prompt tokens, samples a group
+TREE_SHAPES = ((32, 8), (32, 16), (512, 8), (512, 16), (4096, 8), (4096, 16))  # prompt tokens, samples per group
 TREE_LONGEST, TREE_MEAN = 128, 64
 HF_PACKED_TOKENS = 512  # the fastest of 512, 1,024, 2,048 and 4,096
 NORM_REACH = 1e-3
-REPLAY_ROUNDS = 10  # times as many rounds, because the expected difference is 1%
+REPLAY_ROUNDS = 10  # factor for the number of rounds, because the expected difference is only 1%
 
 
 def main() -> int:
-    os.environ |= ONE_THREAD  # before torch is imported; also for the processes of `logprobs`
+    os.environ |= ONE_THREAD  # set before torch is imported; also for the processes of `logprobs`
     parser = command_line(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=("dense", "moe"), help="of the part fill")
@@ -93,7 +94,7 @@ def main() -> int:
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 def fill(folder: Path, model: str, *, rounds: int) -> Iterator[Comparison]:
-    """Compares our step with transformers' at several fills; the ways keep their models between fills."""
+    """Compares our step with transformers' step at several fills. The ways keep their models between fills."""
     size, family = SIZES[model], _family(model)
     path = write_model(folder / model, size)
     padded, packed = HuggingFace(path), HuggingFace(path)
@@ -113,7 +114,7 @@ def fill(folder: Path, model: str, *, rounds: int) -> Iterator[Comparison]:
 
 
 def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
-    """Compares groups as trees, whose prompt is computed once, with rows; dense model."""
+    """Compares groups as trees (the prompt is computed once) with groups as rows, on a dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "tree", size)
     rows_model, tree_model, masked_model = (Ours(path, family="qwen3") for _ in range(3))
@@ -123,7 +124,7 @@ def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
         groups = make_groups(lengths, prompt=prompt, vocabulary=size.vocabulary)
         rows = as_rows(groups)
 
-        # A group larger than a micro-batch is split, and its prompt is then computed once for each part.
+        # A group larger than a micro-batch is split, and its prompt is then computed again for each part.
         budget = max(MICRO_BATCH_TOKENS, *(group.computed_rows for group in groups))
 
         def masked(groups: Sequence[TokenTree] = groups, budget: int = budget) -> float:
@@ -147,10 +148,10 @@ def logprobs(*, rounds: int) -> object:
 
 
 def replay(folder: Path, *, rounds: int) -> Comparison:
-    """Compares one set of groups with and without the engine's experts."""
+    """Compares a step on the same groups with and without the engine's experts."""
     size = SIZES["moe"]
     path = write_model(folder / "replay", size)
-    # With a learning rate of 0, so that the model's choice of experts does not change.
+    # With a learning rate of 0 the model's choice of experts does not change.
     models = {way: Ours(path, family="qwen3_moe", learning_rate=0.0) for way in ("off", "on")}
     lengths = response_lengths(64, longest=TREE_LONGEST, mean=TREE_MEAN / 2).reshape(8, 8)
     groups = make_groups(lengths, prompt=FILL_PROMPT, vocabulary=size.vocabulary)
@@ -160,7 +161,7 @@ def replay(folder: Path, *, rounds: int) -> Comparison:
 
 
 def trees(folder: Path, *, rounds: int) -> dict[str, object]:
-    """Compares a deep tree, whose shared rows are computed once, with one sequence per segment; dense model."""
+    """Compares a deep tree (shared rows are computed once) with one sequence per segment, on a dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "trees", size)
     sequences_model, tree_model = (Ours(path, family="qwen3") for _ in range(2))
@@ -182,7 +183,7 @@ def trees(folder: Path, *, rounds: int) -> dict[str, object]:
 
 
 def memory() -> list[dict[str, float]]:
-    """Measures the memory peaks of a step with one answer and with 16."""
+    """Measures the peak memory of a step with one answer, and of a step with 16 answers."""
     found = [step_memory(answers) for answers in (1, 16)]
     print("\nmemory of one step")
     for row in found:
@@ -194,8 +195,8 @@ def memory() -> list[dict[str, float]]:
 def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, rounds: int) -> Comparison:
     """Measures trained tokens per CPU second of ways that return their gradient norm.
 
-    All ways start from the same weights and take the same steps. Raises AssertionError if their norms differ by
-    `NORM_REACH` or more, because then they do different work.
+    All ways start from the same weights and take the same steps. Raises AssertionError if their gradient norms differ
+    by `NORM_REACH` or more, because the ways then do different work.
     """
 
     def timed(step: Callable[[], float], number: int) -> Metrics:
@@ -209,7 +210,7 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
 
 
 def check_norms(found: Comparison, ways: Iterable[str], *, reach: float = NORM_REACH) -> None:
-    """Raises AssertionError if the gradient norm of a way differs from that of the first way by ``reach`` or more."""
+    """Raises AssertionError if the gradient norms of a way and of the first way differ by ``reach`` or more."""
     first, *other_ways = ways
     for way in other_ways:
         off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
@@ -236,7 +237,7 @@ def _tokens(groups: Sequence[TokenTree]) -> int:
 
 
 def tell(found: Iterator[Comparison] | Sequence[Comparison]) -> dict[str, object]:
-    """Prints each comparison as soon as it is finished and returns the metrics of all rounds."""
+    """Prints each finished comparison at once, and returns the metrics of all rounds."""
     told: dict[str, object] = {}
     for comparison in found:
         print(comparison.table(base=next(iter(comparison.found)), ratio_of=["tokens/s"]), flush=True)

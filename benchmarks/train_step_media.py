@@ -2,14 +2,14 @@
 
     python -m benchmarks.train_step_media [--parts language trees hybrid] [--rounds 5] [--json FILE]
 
-- ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. The
-  time of the vision tower alone, forward and backward, is measured separately and subtracted.
-- ``trees``: groups as trees, whose prompt and images are computed once, against rows, with prompt and images for each
-  answer. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
-- ``hybrid``: as ``trees``, with a Qwen3.5 in which three of four language layers have a gated delta net.
+- ``language``: a step over prompts with images, compared with a step of the text model of equal size over the same
+  number of rows. The time of the vision tower (forward and backward) is measured separately and subtracted.
+- ``trees``: groups as trees compared with groups as rows. A tree computes prompt and images once; rows repeat them for
+  each answer. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
+- ``hybrid``: like ``trees``, with a Qwen3.5: three of four language layers have a gated delta net.
 
 An image has 256 rows, which are 1,024 patches. Prints the tower's share of the matrix products of a step over images;
-for Qwen3-VL-4B with images of this size it is 0.25. Times are CPU seconds of one thread; ways take turns.
+for Qwen3-VL-4B with images of this size it is 0.25. Times are CPU seconds of one thread. The ways alternate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IMAGE_ROWS = (SIDE // 2) ** 2
 ANSWER, BETWEEN = 64, 8  # tokens of an answer, tokens of text between two images
 TREES = ((1024, 8), (4096, 16))  # image rows, answers
 SEEING, HYBRID = "qwen3_vl", "qwen3_5"
-TREE_REACH = {SEEING: (5.0, 10.0), HYBRID: (3.0, 6.0)}  # the ratios to reach
+TREE_REACH = {SEEING: (5.0, 10.0), HYBRID: (3.0, 6.0)}  # targets for the ratios
 LANGUAGE_BOUND = 1.10
 LANGUAGE_GROUPS, LANGUAGE_IMAGES, LANGUAGE_ANSWERS = 2, 4, 8
 WORDS, IMAGE, VIDEO, BEGIN, END = 8000, 8001, 8002, 8003, 8004
@@ -49,7 +49,7 @@ TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 
 
 
 def write_vision_step_model(folder: Path, family: str = SEEING) -> Path:
-    """Writes a random Qwen3-VL or Qwen3.5 whose language model is as large as `benchmarks.train_step`'s dense model."""
+    """Writes a random Qwen3-VL or Qwen3.5. Its language model has the size of `benchmarks.train_step`'s dense model."""
     import torch
     import transformers
 
@@ -103,7 +103,7 @@ def write_vision_step_model(folder: Path, family: str = SEEING) -> Path:
 
 
 def _delta_net(size: Size) -> dict[str, Any]:
-    """Returns the keys of a Qwen3.5 whose delta nets have as many keys and values for its width as Qwen3.5-9B."""
+    """Returns the configuration keys of a Qwen3.5. Its delta nets have the proportions of Qwen3.5-9B."""
     return {
         "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": size.heads // 2,
@@ -120,7 +120,7 @@ def _delta_net(size: Size) -> dict[str, Any]:
 
 
 class VisionSteps:
-    """Makes groups with images and computes steps over them; ``folder`` gets model and items."""
+    """Makes groups with images and computes steps over them. Writes model and media items into ``folder``."""
 
     def __init__(self, folder: Path, family: str = SEEING) -> None:
         from relax_core.contracts.media_file import FolderReader
@@ -143,7 +143,7 @@ class VisionSteps:
         return item_of(self.tower, pixels, folder=self.items)
 
     def group(self, uid: str, *, images: int, answers: int) -> TokenTree:
-        """Returns a group whose prompt has new images with text between them."""
+        """Returns a group. Its prompt has new images with text between them."""
         from relax_core.contracts.media import Media
         from tests.trees import answers_tree
 
@@ -167,13 +167,13 @@ class VisionSteps:
         return replace(tree, media=media)
 
     def ours(self) -> Any:
-        """Returns the trainer for such groups."""
+        """Returns the trainer for the groups with images."""
         from benchmarks.train_step_ways import Ours
 
         return Ours(self.model, family=self.family, media=self.reader)
 
     def tower_seconds(self, groups: Sequence[TokenTree], module: Any) -> float:
-        """Returns the CPU seconds of the tower's passes in a step whose micro-batches have one group each."""
+        """Returns the CPU seconds of the tower's passes in a step with one group per micro-batch."""
         import torch
 
         from relax_core.families.tower_passes import pass_items
@@ -188,7 +188,7 @@ class VisionSteps:
 
 
 def language(folder: Path, *, rounds: int) -> Comparison:
-    """Compares a step over images, its tower passes and a step over as many text rows."""
+    """Compares a step over images, the tower's passes in it, and a step over the same number of text rows."""
     from benchmarks.train_step_ways import SIZES, Ours, make_groups, write_model
 
     steps = VisionSteps(folder)
@@ -221,7 +221,7 @@ def _figures(way: Callable[[], float], number: int) -> Metrics:
 
 
 def trees(folder: Path, *, family: str, rounds: int) -> Iterator[Comparison]:
-    """Yields the speed of a step over a group as a tree and as rows, for each shape of `TREES`."""
+    """Yields for each shape of `TREES` the speed of a step over a group as a tree and as rows."""
     from benchmarks.train_step import measure
     from benchmarks.train_step_ways import as_rows
 
@@ -248,7 +248,7 @@ def seconds_of(step: Callable[[], float]) -> float:
 
 def main() -> int:
     """Runs the parts and prints their results."""
-    os.environ |= ONE_THREAD  # before torch is imported
+    os.environ |= ONE_THREAD  # set before torch is imported
     from benchmarks.train_step import tell
 
     parser = command_line(__doc__, rounds=5)

@@ -1,10 +1,10 @@
-"""Deep trees for ``benchmarks.train_step --parts trees``, their counts of rows and pairs, and the memory of a step.
+"""Makes deep trees for ``benchmarks.train_step --parts trees``, and measures the memory of a step.
 
     python -m benchmarks.train_step_trees --answers 16       # the memory of one step in this process, as JSON
 
 The trees resemble the traces of tool-use benchmarks: a long system prompt, then turns of 30 to 300 tokens. The first
-half of a turn is a tool's result, the rest is sampled. Late turns fork, as if an answer were sampled again from the
-same state, so that more than nine tenths of the segments' rows are shared.
+half of a turn is a tool's result, and the second half is sampled. Late turns fork, as if an answer were sampled again
+from the same state. So more than nine tenths of the segments' rows are shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEADLINE_S = 1800
 
 
 def deep_tree(*, vocabulary: int, seed: int = 1) -> TokenTree:
-    """Returns a tree of `DEPTH` turns with one episode per segment; turn lengths are log-uniform."""
+    """Returns a tree of `DEPTH` turns with one episode per segment. Turn lengths are log-uniform."""
     random = np.random.default_rng(seed)
     versions = [NOT_SAMPLED] * SYSTEM
     end = [0] * SYSTEM
@@ -89,8 +89,8 @@ class Counts:
         )
 
     def flops(self, size: Size) -> float:
-        """Returns the operations of a step of a dense model: three passes over each weight, in attention two products
-        per pair forward and five backward, and the output layer's logits computed twice.
+        """Returns the operations of a step of a dense model: three passes over each weight, and in attention two
+        products per pair forward and five products per pair backward. The output layer's logits are computed twice.
         """
         width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
         weights = 2 * size.hidden * (width + keys) + 3 * size.hidden * size.feed_forward
@@ -100,7 +100,7 @@ class Counts:
 
 # -- memory ---------------------------------------------------------------------------------------------------------
 def step_memory(answers: int) -> dict[str, float]:
-    """Measures one step over one prompt with ``answers`` in a separate process: ``peak_mb`` above the memory before."""
+    """Runs one step over a prompt with ``answers`` in a separate process. ``peak_mb`` is above the memory before."""
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.train_step_trees", f"--answers={answers}"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},

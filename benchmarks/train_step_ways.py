@@ -1,4 +1,4 @@
-"""The train steps of `benchmarks.train_step`: one step of our back end and of transformers on the same groups.
+"""The train steps of `benchmarks.train_step`: steps of our backend and of transformers on the same groups.
 
 All steps have GRPO's gradient with the ratio 1 (−Σ A log p over the trained tokens), AdamW, gradient clipping at 1, the
 same dtype and threads, and micro-batches of about the same number of token rows.
@@ -82,7 +82,7 @@ def write_model(folder: Path, size: Size) -> Path:
 
 # -- the data -------------------------------------------------------------------------------------------------------
 def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
-    """Returns shuffled long-tailed lengths ``longest`` · x^k, x evenly spaced in 0..1; k makes the mean ``mean``."""
+    """Returns shuffled long-tailed lengths ``longest`` · x^k, x evenly spaced in 0..1. k sets the mean to ``mean``."""
     even = (np.arange(samples) + 1) / samples
 
     def lengths(power: float) -> np.ndarray:
@@ -96,7 +96,7 @@ def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
 
 
 def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TokenTree]:
-    """Returns random groups of a prompt and its answers; ``lengths`` ``[groups, samples]``, in tokens."""
+    """Returns random groups of a prompt and its answers. ``lengths`` are in tokens, ``[groups, samples]``."""
     random = np.random.default_rng(1)
     groups = []
     for place, of_group in enumerate(lengths):
@@ -178,7 +178,7 @@ class Ours:
         return self._backend.models[0].audio
 
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
-        """Trains one step and returns the gradient norm; ``budget_rows`` is the limit of a micro-batch."""
+        """Trains one step and returns the gradient norm. ``budget_rows`` is the limit of a micro-batch."""
         from relax_core.train.micro_batches import MicroBatcher
 
         batcher = MicroBatcher(budget_rows)
@@ -190,7 +190,7 @@ class Ours:
 
 
 class HuggingFace:
-    """Runs a plain loop over transformers' model; logits are computed for response tokens only."""
+    """Runs a plain loop over transformers' model. Computes logits for response tokens only."""
 
     def __init__(self, folder: Path, *, learning_rate: float = LEARNING_RATE, dtype: str = "float32") -> None:
         import torch
@@ -202,14 +202,14 @@ class HuggingFace:
         )
 
     def padded_step(self, rows: Sequence[TokenTree]) -> float:
-        """Trains one step over sequences padded to the longest of their micro-batch; ``rows`` come from `as_rows`."""
+        """Trains one step over sequences padded to the longest of their micro-batch. ``rows`` come from `as_rows`."""
         longest = max(_length(row) for row in rows)
         together = max(1, MICRO_BATCH_TOKENS // longest)
         return self._step(rows, [rows[at : at + together] for at in range(0, len(rows), together)], self._padded)
 
     def packed_step(self, rows: Sequence[TokenTree], *, budget: int) -> float:
         """Trains one step over sequences concatenated in one row of at most ``budget`` tokens. Positions separate them:
-        transformers' SDPA gets one block-diagonal mask, whose size grows with the square of ``budget``.
+        transformers' SDPA uses one block-diagonal mask. Its size grows with the square of ``budget``.
         """
         batches: list[list[TokenTree]] = [[]]
         for row in rows:
@@ -266,14 +266,14 @@ def _length(row: TokenTree) -> int:
 
 
 def _sequence(row: TokenTree) -> Tensor:
-    """Returns the only path of a tree from `as_rows`, without its last token, which predicts nothing."""
+    """Returns the only path of a tree from `as_rows`, without the last token, because it predicts no token."""
     import torch
 
     return torch.from_numpy(row.token_ids[:-1].astype(np.int64))
 
 
 def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Returns the groups with the experts chosen by ``model``, in the form in which an engine returns them."""
+    """Returns the groups with the experts that ``model`` chooses, in the format of an engine's response."""
     import torch
 
     found = []

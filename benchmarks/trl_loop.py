@@ -3,8 +3,9 @@
     pip install --no-deps --target FOLDER trl accelerate datasets dill multiprocess pandas pyarrow python-dateutil six
     python -m benchmarks.throughput --trl-path FOLDER
 
-TRL is not part of Relax: FOLDER is searched after the installed libraries. Prints one line of JSON with one entry per
-step. With ``--rows`` it trains on the prompts and answers of a file, with the reward benchmarks/last_number_reward.py.
+TRL is not part of Relax. Python searches FOLDER after the installed libraries. Prints one line of JSON with one entry
+per step. With ``--rows`` the loop trains on the prompts and answers of a file, with the reward
+benchmarks/last_number_reward.py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     ends: list[float] = []
-    tokens: list[float] = []  # answer tokens of each step
+    tokens: list[float] = []  # number of answer tokens of each step
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +49,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(arguments, folder=folder, tokens=tokens, callbacks=[Clock()])
-        printed, sys.stdout = sys.stdout, sys.stderr  # its log lines
+        printed, sys.stdout = sys.stdout, sys.stderr  # TRL's log lines go to stderr
         trainer.train()
         sys.stdout = printed
     samples = float(PROMPTS * GROUP_SIZE)
@@ -114,7 +115,7 @@ def _examples(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _reward_function(given: argparse.Namespace, tokens: list[float]) -> Callable[..., list[float]]:
-    """Returns the reward function that TRL calls once a step; it appends the step's answer tokens to ``tokens``."""
+    """Returns the reward function that TRL calls once per step. It appends the step's answer tokens to ``tokens``."""
     from benchmarks import last_number_reward
     from relax_core.contracts.reward import RewardInput
     from rewards import reverse_digits

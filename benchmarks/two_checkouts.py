@@ -3,8 +3,8 @@
     git worktree add /tmp/old COMMIT
     python -m benchmarks.two_checkouts --old /tmp/old [--rounds 5 --steps 120]
 
-Both take turns in the same environment with the same seeds. Ratios are this checkout over the old checkout. Memory is
-the peak of anonymous memory of a process of this name, in MB.
+The two checkouts alternate in the same environment with the same seeds. Ratios are this checkout divided by the old
+checkout. Memory is the peak of anonymous memory of a process of this name, in MB.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run_demo(checkout: Path, number: int, *, steps: int) -> Metrics:
 
 
 def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
-    """Records the peak of anonymous memory of each process of a run by its name, until the run ends."""
+    """Records by process name the peak of anonymous memory of a run's processes, until the run ends."""
     children: set[int] = set()
     while not ended.wait(LOOK_S):
         parents: dict[int, int] = {}
@@ -54,7 +54,7 @@ def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
                     parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     commands[int(process.name)] = command
-                except OSError:  # it has ended
+                except OSError:  # the process has ended
                     continue
         children |= {pid for pid, command in commands.items() if f"run.dir={run}" in command}
         while more := {pid for pid, parent in parents.items() if parent in children} - children:

@@ -1,4 +1,4 @@
-"""A data source with questions that a task of the package reasoning-gym draws; reward=reasoning_gym scores them."""
+"""A data source with questions of a task of the package reasoning-gym; reward=reasoning_gym scores the answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
 
-_HELD_OUT_SLOTS = 4  # a question whose checksum falls into one of them is held out, so training never asks it
-_TRIES = 64  # maximum draws for a row until a question's checksum fits; with few questions possibly none fits
-_MAX_ROWS = 1 << 24  # the package draws question i with seed + i, so seeds of different streams are this far apart
+_HELD_OUT_SLOTS = 4  # a question is held out of training if its checksum is a multiple of this number
+_TRIES = 64  # largest number of draws for a row until the checksum fits; a task with few questions may not succeed
+_MAX_ROWS = 1 << 24  # the package draws question i with seed + i; streams of questions have seeds with this distance
 
 
 @dataclass(frozen=True)
 class ReasoningTasksConfig(DataSourceConfig):
     """Holds the settings of the source.
 
-    ``task`` is the package's name of a task (data.task sets it, too), and ``arguments`` are the task's arguments.
-    ``rows`` and ``held_out`` are the numbers of questions, and ``seed`` is the seed of their generation.
+    ``task`` is the name of a task of the package (also set by data.task), and ``arguments`` are the task's arguments.
+    ``rows`` is the number of training questions, ``held_out`` is the number of held-out questions, and ``seed`` is the
+    seed of all questions.
     """
 
     name: str = "reasoning_gym"
@@ -33,11 +34,11 @@ class ReasoningTasksConfig(DataSourceConfig):
 
 
 class ReasoningTasks(BaseDataSource):
-    """Draws a question when its row is read; the reward draws it again from the row's key "reasoning_gym"."""
+    """Draws a question when its row is read. The reward draws the question again from the row's key "reasoning_gym"."""
 
     def __init__(self, config: ReasoningTasksConfig) -> None:
         self._config = config
-        self._streams: dict[int, Any] = {}  # the package's questions by their seed
+        self._streams: dict[int, Any] = {}  # streams of the package's questions, by seed
 
     def __len__(self) -> int:
         return self._config.rows
@@ -50,7 +51,7 @@ class ReasoningTasks(BaseDataSource):
         return f"task {self._config.task}, question {number}"
 
     def held_out(self) -> Sequence[Mapping[str, Any]]:
-        """Returns questions that no training row asks, if the task has enough of them."""
+        """Returns held-out questions. No training row asks them if the task has enough different questions."""
         return [self._row(number, held_out=True) for number in range(self._config.held_out)]
 
     def _row(self, number: int, *, held_out: bool) -> Mapping[str, Any]:
@@ -62,7 +63,7 @@ class ReasoningTasks(BaseDataSource):
             entry = self._streams[seed][number]
             if (zlib.crc32(entry["question"].encode()) % _HELD_OUT_SLOTS == 0) == held_out:
                 break
-        answer = entry["answer"]  # None if several answers are right; the package then scores without it
+        answer = entry["answer"]  # None if several answers are right; scoring then needs no reference
         origin = {"task": config.task, "arguments": dict(config.arguments), "seed": seed}
         return {
             "prompt": entry["question"],
@@ -72,12 +73,12 @@ class ReasoningTasks(BaseDataSource):
 
 
 def size_of(config: ReasoningTasksConfig) -> int:
-    """Returns the number of questions of one seed; some tasks refuse a larger number than their word list."""
+    """Returns the number of questions per stream; some tasks refuse more questions than their word list has words."""
     return max(config.rows, config.held_out)
 
 
 def drawn(config: ReasoningTasksConfig, seed: int) -> Any:
-    """Returns the package's questions; raises the task's error for arguments that it does not take."""
+    """Returns a stream of the package's questions; raises the task's error for invalid arguments."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(config.task, seed=seed, size=size_of(config), **config.arguments)

@@ -1,4 +1,4 @@
-"""Episodes played by an agent, a program that gets a task and requests responses of the model from Relax's endpoint."""
+"""Plays episodes with an agent: a program that gets a task and requests the model's responses from an endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.contracts.env import EnvSpec, TurnsConfig
 
 @dataclass(frozen=True)
 class AgentEnvConfig(TurnsConfig):
-    """Holds the settings of episodes of agents; agent.command names the program that plays them."""
+    """Holds the settings of episodes of agents; agent.command names the agent's program."""
 
     name: str = "agent"
     max_turns: int = 64

@@ -1,4 +1,4 @@
-"""An env with a tool: the policy answers a product that it cannot compute without the calculator."""
+"""An env with a tool: the policy answers with a product of two numbers, and can call a calculator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGITS = re.compile(r"-?\d[\d,]*")
 
 @dataclass(frozen=True)
 class CalculatorConfig(InteractionConfig):
-    """Holds the settings of the task; a factor has ``digits`` digits. Without ``tool`` there is no calculator."""
+    """Holds the settings of the task; each factor has ``digits`` digits. With ``tool`` False there is no calculator."""
 
     name: str = "calculator"
     max_turns: int = 3
@@ -30,9 +30,9 @@ def multiply(a: Annotated[int, "the first factor"], b: Annotated[int, "the secon
 
 
 class Calculator(BaseInteractionEnv):
-    """Asks for one product, drawn from the row of data=seeds, or else from the group's seed.
+    """Asks for one product. The seed of the factors is from the row of data=seeds, or else the group's seed.
 
-    The last number of an answer without a call counts.
+    The last number in a response without a call is the answer.
     """
 
     def __init__(self, start: EpisodeStart, config: CalculatorConfig) -> None:
@@ -58,7 +58,7 @@ class Calculator(BaseInteractionEnv):
 
 
 def _result(call: ToolCall) -> str:
-    """Returns the model's result of a call: the product, or the error in the call."""
+    """Returns the result of a call for the model: the product, or the error in the call."""
     try:
         return str(call_tool([multiply], call))
     except ToolMistake as mistake:
@@ -66,12 +66,12 @@ def _result(call: ToolCall) -> str:
 
 
 def tools(row: Mapping[str, Any], config: CalculatorConfig) -> Sequence[Any]:
-    """Returns the calculator, or no tool."""
+    """Returns the calculator, or an empty list."""
     return [multiply] if config.tool else []
 
 
 def check(config: CalculatorConfig) -> None:
-    """Raises ValueError for factors without digits."""
+    """Raises ValueError for an invalid number of digits."""
     if not 1 <= config.digits <= 9:
         raise ValueError(f"env.digits={config.digits}: a factor has 1 to 9 digits.")
 

@@ -1,4 +1,4 @@
-"""Environments of the package gymnasium that fit into text, such as FrozenLake-v1: actions are numbers or names."""
+"""Plays environments of the package gymnasium as text, such as FrozenLake-v1; actions are numbers or names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
 
-_COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code before coloured text
-_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the number 1 is not found in -1 and 2.1
-_KEY_CHARACTERS = 64  # of a state's key; the digest of a longer value has as many
+_COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # the terminal code before coloured text
+_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # so that the action 1 is not found in -1 and 2.1
+_KEY_CHARACTERS = 64  # longest key of a state; a digest of a longer value has this length
 _COLOUR_ENDS = re.compile("\x1b\\[0m")
 
 
@@ -23,8 +23,8 @@ _COLOUR_ENDS = re.compile("\x1b\\[0m")
 class GymnasiumConfig(IsolatedConfig):
     """Holds the settings of the adapter.
 
-    ``id`` names the environment, and ``arguments`` are those of ``gymnasium.make``. ``actions`` are the names of the
-    actions 0, 1, …; without them the model answers with a number.
+    ``id`` names the environment, and ``arguments`` are the arguments of ``gymnasium.make``. ``actions`` are the names
+    of the actions 0, 1, …; without names the model answers with a number.
     """
 
     name: str = "gymnasium"
@@ -36,11 +36,11 @@ class GymnasiumConfig(IsolatedConfig):
 
 
 class GymnasiumEnv(BaseInteractionEnv):
-    """Plays one episode: a response takes the last action that it names; without an action the observation says so.
+    """Plays one episode. The last action in a response is taken; a response without an action is answered by a hint.
 
-    An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around
-    coloured text, else its whole value as JSON. The value is also the state's key, a long value as a digest.
-    Randomness in the opening comes from the group's seed, and after it from the episode's seed.
+    If the environment has the render mode "ansi", an observation is this text picture, with brackets around coloured
+    text. Otherwise it is the observation's value as JSON. This value, or the digest of a long value, is also the key of
+    the state. Randomness in the reset is from the group's seed, and later randomness is from the episode's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: GymnasiumConfig) -> None:
@@ -65,7 +65,7 @@ class GymnasiumEnv(BaseInteractionEnv):
         self._state = ""
 
     def reset(self) -> str:
-        """Returns the first observation and the possible answers."""
+        """Returns the first observation and the possible actions."""
         import numpy as np
 
         observation, _ = self._env.reset(seed=self._start.group_seed % 2**31)
@@ -73,7 +73,7 @@ class GymnasiumEnv(BaseInteractionEnv):
         return f"{self._text(observation)}\nAnswer with one of: {', '.join(self._names)}"
 
     def step(self, action: Action) -> StepResult:
-        """Returns the next observation with its reward."""
+        """Returns the next observation with the reward."""
         found = self._pattern.findall(action.content or action.text)
         before = self._state
         if not found:
@@ -108,13 +108,13 @@ def _value_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of a space in plain Python: NumPy's arrays and numbers and named tuples are converted."""
+    """Converts a value of a space to plain Python: NumPy arrays, NumPy numbers and named tuples are converted."""
     if hasattr(value, "tolist"):
         short = value.dtype.kind == "f" and value.dtype.itemsize < 8  # 0.1 and not 0.10000000149011612
         return (value.astype(str).astype(float) if short else value).tolist()
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as a graph
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # for example, of a graph space
         return _plain(value._asdict())
     return [_plain(element) for element in value] if isinstance(value, list | tuple) else value
 
@@ -126,13 +126,13 @@ def check(config: GymnasiumConfig) -> None:
     import gymnasium
 
     try:
-        module, found, name = config.id.rpartition(":")  # gymnasium.make imports the module in front of a name
+        module, found, name = config.id.rpartition(":")  # gymnasium.make imports the module before the colon
         if found:
             importlib.import_module(module)
         gymnasium.spec(name)
     except gymnasium.error.Error as error:
         raise ValueError(f"env.id={config.id}: {error}") from error
-    except Exception as error:  # code of the user's module
+    except Exception as error:  # the user's module may raise any error
         message = f"{type(error).__name__}: {error}"
         raise ValueError(f"env.id={config.id}: the module {module} cannot be imported: {message}") from error
 

@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol: programs that Relax starts, or external servers."""
+"""An env with the tools of servers of the Model Context Protocol: programs that Relax starts, or external servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_SERVER = "env.servers is empty: name a server, such as env.servers.sum.comma
 class McpConfig(InteractionConfig):
     """Holds the settings of the adapter.
 
-    ``servers`` are the servers by name. If several servers have a tool of the same name, each is offered as
+    ``servers`` are the servers by name. If several servers have a tool of the same name, these tools get the names
     SERVER_TOOL.
     """
 
@@ -43,11 +43,11 @@ class _Offered:
 
 
 class McpTools(BaseInteractionEnv):
-    """Shows the row's prompt and calls the tools; a response without a call is the answer and ends the episode.
+    """Shows the row's prompt, and calls the tools. A response without a call is the answer and ends the episode.
 
-    The env gives no reward: a reward plug-in scores the answer. Each episode has one session with each server. If the
-    server marks a result as an error, or refuses arguments, the model reads the error. A lost server fails the episode,
-    which starts again with a new session.
+    The env returns no reward: a reward plug-in scores the answer. Each episode has one session with each server. If a
+    server marks a result as an error, or refuses arguments, the model reads the error. After the loss of a server, the
+    episode fails and starts again with new sessions.
     """
 
     def __init__(self, start: EpisodeStart, config: McpConfig) -> None:
@@ -88,7 +88,7 @@ class McpTools(BaseInteractionEnv):
 
 
 def tools(row: Mapping[str, Any], config: McpConfig) -> Sequence[dict[str, Any]]:
-    """Returns the tools of all servers, which are queried once per process."""
+    """Returns the tools of all servers; a process queries the servers once."""
     return [tool.schema for tool in _offered(config).values()]
 
 
@@ -99,7 +99,7 @@ _asking = threading.Lock()
 def _offered(config: McpConfig) -> dict[str, _Offered]:
     """Returns the tools by the names that the model reads.
 
-    Raises ValueError if there is no server, or if a server does not answer.
+    Raises ValueError if no server is configured, or if a server does not answer.
     """
     if not config.servers:
         raise ValueError(_NO_SERVER)
@@ -121,7 +121,7 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
 
 
 def _by_name(listed: Sequence[tuple[str, Any]]) -> dict[str, _Offered]:
-    """Returns the tools by name; tools of several servers with the same name are SERVER_TOOL."""
+    """Returns the tools by name; tools with the same name on several servers get the names SERVER_TOOL."""
     offered: dict[str, _Offered] = {}
     counts = Counter(tool.name for _, tool in listed)
     for server, tool in listed:
@@ -136,7 +136,7 @@ def _by_name(listed: Sequence[tuple[str, Any]]) -> dict[str, _Offered]:
 
 
 def check(config: McpConfig) -> None:
-    """Raises ValueError if the package is missing, or for servers whose settings are invalid."""
+    """Raises ValueError if the package is missing, or if the settings of a server are invalid."""
     if importlib.util.find_spec("mcp") is None:
         raise ValueError("env=mcp needs the package mcp: pip install 'relax-core[mcp]'.")
     if not config.servers:

@@ -1,4 +1,4 @@
-"""An env of several turns: the policy guesses a number from 1 to ``highest``, and the env answers higher or lower."""
+"""An env of several turns: the policy guesses a number from 1 to ``highest``; the env answers higher or lower."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class NumberGuessConfig(InteractionConfig):
 
 
 class NumberGuess(BaseInteractionEnv):
-    """Plays one game: the first number in a response is the guess. The state is the range of possible numbers.
+    """Plays one game. The first number in a response is the guess. The state is the range of possible numbers.
 
-    With data=seeds the rows go through the numbers in turn, so that each comes equally often; with other data the
-    number is drawn from the group's seed.
+    With data=seeds, successive rows have successive numbers, so that all numbers are equally frequent. With other data,
+    the number is drawn from the group's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:
@@ -35,11 +35,11 @@ class NumberGuess(BaseInteractionEnv):
         self._lowest, self._highest = 1, config.highest
 
     async def reset(self) -> str:
-        """Returns the opening observation."""
+        """Returns the first observation."""
         return f"guess a number from 1 to {self._config.highest}"
 
     async def step(self, action: Action) -> StepResult:
-        """Returns reward 1 and the end for a right guess, else reward 0 and the answer to the guess."""
+        """Returns reward 1 and the end for a right guess, else reward 0 and the answer higher or lower."""
         self._turns_left -= 1
         state = f"{self._lowest}-{self._highest}"
         found = re.search(r"\d+", action.text)

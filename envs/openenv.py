@@ -1,7 +1,7 @@
-"""Environments of OpenEnv on a server: one session over a WebSocket for each episode.
+"""Plays environments of OpenEnv on a server; each episode has one session over a WebSocket.
 
-The protocol is that of the package openenv 0.10: JSON messages {"type": "reset" | "step" | "close", "data": …} on /ws,
-and the JSON schema of actions on /schema. Relax itself does not need the package.
+The protocol is from the package openenv 0.10: JSON messages {"type": "reset" | "step" | "close", "data": …} on /ws, and
+the JSON schema of actions on /schema. Relax does not need this package.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _TOOL = "act"
 _CLOSE_S = 2.0
 HEARTBEAT_S = 20.0  # interval of pings; aiohttp closes the connection if the server does not answer a ping
 _POLL_S = 0.2
-_FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of the server's errors
+_FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # error codes of the server
 
 
 @dataclass(frozen=True)
 class OpenEnvConfig(InteractionConfig):
     """Holds the settings of the adapter.
 
-    ``url`` is the server's address. With ``text_field`` a response is the action's field of that name; without it
-    the model calls the tool "act" with the fields of an action. ``observation_field`` is the field of an
-    observation that the model reads; without it the model reads all fields but the metadata, as JSON. The
-    environment's reset gets the group's seed, ``reset`` and the columns ``row_fields`` of the data row.
+    ``url`` is the server's address. With ``text_field``, the text of a response becomes the action's field of this
+    name; otherwise the model calls the tool "act" with the fields of an action. ``observation_field`` is the field of
+    an observation that the model reads; without it, the model reads all fields except the metadata, as JSON. The
+    environment's reset receives the group's seed, ``reset``, and the columns ``row_fields`` of the data row.
     """
 
     name: str = "openenv"
@@ -45,7 +45,7 @@ class OpenEnvConfig(InteractionConfig):
 
 
 class _Refused(Exception):
-    """The server answered with an error; ``code`` is its name."""
+    """Reports that the server answered with an error; ``code`` is the name of the error."""
 
     def __init__(self, code: str, words: str) -> None:
         super().__init__(f"{words} ({code})")
@@ -53,11 +53,11 @@ class _Refused(Exception):
 
 
 class OpenEnvEpisode(BaseInteractionEnv):
-    """Holds one session with the server, which also gives the rewards.
+    """Plays one episode in a session with the server; the rewards are from the server.
 
-    If the server cannot read an action, the model reads the error. A lost connection or an error of the environment
-    fails the episode, which starts again in a new session. If the server has no free session, the request is repeated
-    until ``config.step_timeout_s`` is nearly over.
+    If the server cannot read an action, the model reads the error. After a lost connection or an error of the
+    environment, the episode fails and starts again in a new session. If the server has no free session, the request is
+    repeated until ``config.step_timeout_s`` is nearly over.
     """
 
     def __init__(self, start: EpisodeStart, config: OpenEnvConfig) -> None:
@@ -81,7 +81,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
                 await asyncio.sleep(_POLL_S)
 
     async def step(self, action: Action) -> StepResult:
-        """Returns the server's answer to an action, with its reward."""
+        """Returns the server's observation after an action, with the reward."""
         if action.parse_error:
             return StepResult(observation=action.parse_error)
         as_tool = self._config.text_field is None
@@ -105,7 +105,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         )
 
     async def close(self) -> None:
-        """Ends the session; the connection is closed whether the server answers or not."""
+        """Ends the session and closes the connection, also if the server does not answer."""
         socket, http = self._socket, self._http
         self._socket = self._http = None
         try:
@@ -142,7 +142,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         except ConnectionError as error:
             raise RuntimeError(f"the server {self._config.url} is lost: {error}") from error
         finally:
-            if not answered and self._http is not None:  # a late answer would be read as the answer to the next message
+            if not answered and self._http is not None:  # the next call would read a late answer
                 await self._http.close()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             why = socket.exception() or f"it closed the connection with {socket.close_code}"
@@ -180,7 +180,7 @@ _asking = threading.Lock()
 
 
 def tools(row: Mapping[str, Any], config: OpenEnvConfig) -> Sequence[dict[str, Any]]:
-    """Returns the tool "act" with the server's schema of an action, which is fetched once per process."""
+    """Returns the tool "act" with the server's schema of an action; a process fetches the schema once."""
     if config.text_field is not None:
         return []
     with _asking:

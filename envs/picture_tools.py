@@ -1,4 +1,4 @@
-"""An env with a picture: the policy crops and turns it with tools whose results are pictures (as in DeepEyes)."""
+"""An env with a picture: the policy crops and rotates the picture with tools that return pictures (as in DeepEyes)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_MIN_SIDE = 8  # pixels of a crop; towers refuse smaller pictures
+_MIN_SIDE = 8  # smallest side of a crop in pixels; vision towers refuse smaller pictures
 
 
 @dataclass(frozen=True)
 class PictureToolsConfig(InteractionConfig):
-    """Holds the settings of the env; relative paths of pictures begin in ``folder``."""
+    """Holds the settings of the env; relative paths of pictures are relative to ``folder``."""
 
     name: str = "picture_tools"
     max_turns: int = 4
@@ -49,10 +49,10 @@ def rotate(degrees: Annotated[int, "90, 180 or 270, clockwise"]) -> int:
 
 
 class PictureTools(BaseInteractionEnv):
-    """Shows a row's prompt, which has pictures, and applies the tools to the newest picture.
+    """Shows a row's prompt with its pictures, and applies the tools to the newest picture.
 
-    The last text in <answer> tags, or else the whole response without a call, is the answer; it ends the episode
-    with reward 1 if it equals the row's answer, ignoring upper and lower case.
+    A response without a call ends the episode. The answer is the last text in <answer> tags, or else the whole
+    response. The reward is 1 if the answer equals the row's answer, ignoring upper and lower case, and otherwise 0.
     """
 
     def __init__(self, start: EpisodeStart, config: PictureToolsConfig) -> None:
@@ -79,7 +79,7 @@ class PictureTools(BaseInteractionEnv):
         return StepResult(reward=float(right), done=True, info={"failed_tool_calls": self._failed})
 
     def _result(self, call: ToolCall) -> Any:
-        """Returns the model's result of a call: a picture, or a text about the error in the call."""
+        """Returns the result of a call for the model: a picture, or a text about the error in the call."""
         from PIL.Image import Transpose
 
         try:
@@ -100,7 +100,7 @@ class PictureTools(BaseInteractionEnv):
         return [{"type": "image", "image": MediaSource(kind="image", data=written.getvalue())}]
 
     def _newest(self) -> Image:
-        """Returns the newest picture; that of the row was decoded under the run's limits before the first response."""
+        """Returns the newest picture. The row's picture was decoded under the run's limits before the first turn."""
         if self._picture is None:
             from PIL import Image, ImageOps
 
@@ -121,7 +121,7 @@ def _checked(box: Box, picture: Image) -> Box:
 
 
 def _pictures(prompt: Any) -> list[MediaSource]:
-    """Returns the pictures of a row's prompt; raises `ToolMistake` if it has none."""
+    """Returns the pictures of a row's prompt; raises `ToolMistake` for a prompt without pictures."""
     parts = (
         []
         if isinstance(prompt, str)

@@ -19,16 +19,16 @@ from relax_core.sandbox.run_code import (
 )
 
 SANDBOXES = ("bwrap", "none")
-# Limits of all calls of a response together, so that none reaches env.step_timeout_s; ``cpu_s`` is per process.
+# Limits of all calls of a response together, so that a step ends before env.step_timeout_s; ``cpu_s`` is per process.
 LIMITS = CodeLimits(wall_s=10.0, cpu_s=5, memory_mib=512, output_bytes=16384)
-MIN_S = 0.05  # with less time left, code is not run at all
+MIN_S = 0.05  # with less time left, code is not run
 
 
 @dataclass(frozen=True)
 class PythonConfig(InteractionConfig):
     """Holds the settings of the tool.
 
-    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run.
+    ``sandbox`` is "bwrap" or "none"; with "none" the code runs with the rights of the run.
     """
 
     name: str = "python"
@@ -36,10 +36,10 @@ class PythonConfig(InteractionConfig):
 
 
 class PythonTool(BaseInteractionEnv):
-    """Shows the row's prompt and runs the code of calls; a response without a call is the answer and ends the episode.
+    """Shows the row's prompt, and runs the code of calls. A response without a call is the answer; it ends the episode.
 
-    The env gives no reward: a reward plug-in, such as reward=math, scores the answer. Each call starts anew, with
-    an empty folder and no variables.
+    The env returns no reward: a reward plug-in, such as reward=math, scores the answer. Each call runs in a new
+    process, with an empty folder and without earlier variables.
     """
 
     def __init__(self, start: EpisodeStart, config: PythonConfig) -> None:
@@ -53,7 +53,7 @@ class PythonTool(BaseInteractionEnv):
         return self._prompt
 
     def step(self, action: Action) -> StepResult:
-        """Returns the output of the code of each call, or the end of the episode."""
+        """Returns the output of each call, or the end of the episode."""
         if action.tool_calls:
             until = time.monotonic() + self._limits.wall_s
             results = [self._result(call, until) for call in action.tool_calls]
@@ -63,7 +63,7 @@ class PythonTool(BaseInteractionEnv):
         return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
 
     def _result(self, call: ToolCall, until: float) -> str:
-        """Returns the model's result of a call, which has time until the monotonic clock reaches ``until``."""
+        """Returns the result of a call for the model; the call must end when the monotonic clock reaches ``until``."""
         self._calls += 1
         try:
             code: str = call_tool([python], call)
@@ -85,7 +85,7 @@ def python(code: Annotated[str, "the program; only what it prints is returned"])
 
 
 def shown(result: CodeResult, limits: CodeLimits) -> str:
-    """Returns the result of code as text for the model: its output, and the end of the program if it failed."""
+    """Returns the result of code as text for the model: the output and, for a failed program, how it ended."""
     ends = {
         "exit": f"[exit code {result.exit_code}]" if result.exit_code else "",
         "wall_time": f"[ended after {limits.wall_s:g} s]",
@@ -98,12 +98,12 @@ def shown(result: CodeResult, limits: CodeLimits) -> str:
 
 
 def tools(row: Mapping[str, Any], config: PythonConfig) -> Sequence[Callable[..., Any]]:
-    """Returns the one tool."""
+    """Returns the tool."""
     return [python]
 
 
 def check(config: PythonConfig) -> None:
-    """Raises ValueError for invalid settings, and if this machine refuses the sandbox."""
+    """Raises ValueError for invalid settings, or if this machine cannot run the sandbox."""
     if config.sandbox not in SANDBOXES:
         raise ValueError(f"env.sandbox={config.sandbox}: use {' or '.join(SANDBOXES)}.")
     if config.step_timeout_s <= LIMITS.wall_s:

@@ -11,13 +11,13 @@ from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 
 @dataclass(frozen=True)
 class SingleTurnConfig(EnvConfig):
-    """Holds the settings of the env; it has none."""
+    """Defines the settings of the env, which has no settings except its name."""
 
     name: str = "single_turn"
 
 
 def messages(row: Mapping[str, Any], config: SingleTurnConfig) -> list[Message]:
-    """Returns a text prompt as one user message, and a list of messages as it is."""
+    """Returns a text prompt as one user message; a list of messages is returned unchanged."""
     prompt = row["prompt"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 

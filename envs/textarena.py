@@ -1,4 +1,4 @@
-"""Games of the package TextArena for one player, such as Mastermind-v0."""
+"""Plays games of the package TextArena for one player, such as Mastermind-v0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, Episod
 
 @dataclass(frozen=True)
 class TextArenaConfig(IsolatedConfig):
-    """Holds the settings of the adapter; ``game`` is TextArena's name of a game for one player."""
+    """Holds the settings of the adapter; ``game`` is the name of a TextArena game for one player."""
 
     name: str = "textarena"
     game: str = "Mastermind-v0"
@@ -38,7 +38,7 @@ class TextArenaGame(BaseInteractionEnv):
         return self._text()
 
     def step(self, action: Action) -> StepResult:
-        """Returns the game's reply to a move; the game's reward comes with its end."""
+        """Returns the game's reply to a move; at the end of the game, returns the reward."""
         done, _ = self._game.step(action=action.content or action.text)
         if not done:
             return StepResult(observation=self._text())

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers 0.4; its program requests responses of the model from Relax's endpoint."""
+"""Plays tasksets of the package verifiers 0.4, with a program that requests the model's responses from an endpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PROGRAM = Path(__file__).parent / "programs" / "verifiers_program.py"
 class VerifiersConfig(TurnsConfig):
     """Holds the settings of the adapter.
 
-    ``taskset`` and ``harness`` are names as the package knows them, or paths of files that end in .py. The package runs
-    in the Python of agent.python, since it does not fit into the environment of Relax.
+    ``taskset`` and ``harness`` are names that the package knows, or paths of files that end in .py. The package runs in
+    the Python interpreter agent.python, because it cannot be installed in the environment of Relax.
     """
 
     name: str = "verifiers"
@@ -26,7 +26,7 @@ class VerifiersConfig(TurnsConfig):
 
 
 def command(config: VerifiersConfig) -> Sequence[str]:
-    """Returns the command of the program that plays a task, split into words."""
+    """Returns the words of the command that plays a task."""
     return ["python", str(PROGRAM), _absolute(config.taskset), _absolute(config.harness)]
 
 
@@ -35,7 +35,7 @@ def _absolute(name: str) -> str:
 
 
 def check(config: VerifiersConfig) -> None:
-    """Raises ValueError for a missing taskset, and for a file that does not exist."""
+    """Raises ValueError for a missing taskset or a missing file."""
     if not config.taskset:
         raise ValueError("env.taskset is empty: name a taskset of verifiers, or the path of a file that holds one.")
     for key in ("taskset", "harness"):

@@ -1,8 +1,8 @@
-"""The whole RL loop in one process, to be read from top to bottom. Run it with `python examples/one_loop.py`.
+"""Runs the whole RL loop in one process. Read it from top to bottom, and run it with `python examples/one_loop.py`.
 
-A tiny Qwen3 learns to reverse five digits. All parts are those of a real run. A run adds separate processes for the
-parts (Ray), a ledger on disk, and restarts after failures. Here, only the engine is a second process, and the loop is
-strictly on-policy: step t trains exactly the samples of weight version t. `docs/one_step.md` describes the same ten
+A tiny Qwen3 learns to reverse five digits. The loop uses the parts of a real run. A real run adds separate processes
+for the parts (Ray), a ledger on disk, and restarts after failures. Here only the engine is a second process. The loop
+is strictly on-policy: step t trains exactly the samples of weight version t. `docs/one_step.md` describes the same ten
 steps.
 """
 
@@ -59,8 +59,10 @@ STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 
 @dataclass(frozen=True, kw_only=True)
 class LoopMetrics:
-    """Holds the metrics of one step. ``versions`` are the weight versions of its trained tokens, ``logprob_gap`` is the
-    largest log-prob difference between engine and trainer, and ``ratio`` is the mean importance ratio.
+    """Holds the metrics of one step.
+
+    ``versions`` are the weight versions of the trained tokens, ``logprob_gap`` is the largest log-prob difference
+    between engine and trainer, and ``ratio`` is the mean importance ratio.
     """
 
     step: int
@@ -77,12 +79,12 @@ class LoopMetrics:
 
 
 class Loop:
-    """Holds the parts of a run in this process and runs the train steps."""
+    """Holds the parts of a run and runs the train steps."""
 
     def __init__(self, config: RelaxConfig, *, engine: EngineClient, model_folder: Path, scratch: Path) -> None:
         self.config, self.engine, self.scratch = config, engine, scratch
         self.algorithm = find_algorithm(config.algo.name)
-        # The source has an endless, seeded order of data rows. Env and chat template turn a row into a prompt.
+        # The source provides data rows in an endless, seeded order. Env and chat template turn a row into a prompt.
         self.source = make_source(config.data, seed=config.seed, eval_rows=0)
         self.prompts = PromptMaker(
             env=find_env(config.env.name),
@@ -108,7 +110,7 @@ class Loop:
         self.trainer = MegatronBackend(setup, temperature=config.rollout.temperature)
 
     async def run(self) -> list[LoopMetrics]:
-        """Runs all steps. The engine gets version 0 first, because it samples nothing without weights."""
+        """Runs all steps. First publishes weight version 0, because the engine cannot sample without weights."""
         figures = []
         self.publish(version=0)
         with RewardPool(find_reward(self.config.reward.name), self.config.reward, workers=1) as rewards:
@@ -143,7 +145,10 @@ class Loop:
                         self.bus.put([done])
 
     def prompt(self, admission: Admission) -> AdmittedPrompt:
-        """Returns one group's prompt for the engine, which holds it until its weights have ``min_version``."""
+        """Returns one group's prompt.
+
+        The engine samples it as soon as its weight version is at least ``min_version``.
+        """
         row, where = self.source.row(admission.index), self.source.where(self.source.number(admission.index))
         request = PromptRequest(
             rid=admission.group_uid,
@@ -169,7 +174,7 @@ class Loop:
         return lease, [decode_train_tree(row, step=step, oldest_version=oldest)[0] for row in lease.rows]
 
     def train(self, step: int, trees: Sequence[TokenTree]) -> StepMetrics:
-        """Trains one step: micro-batches by a budget of rows, forward and backward over each, one optimizer step."""
+        """Trains one step: forward and backward passes over micro-batches, then one optimizer step."""
         self.trainer.begin_step(step)
         batcher = MicroBatcher(self.config.parallel.micro_batch_tokens)
         for batch in (*batcher.add(trees), batcher.flush()):
@@ -178,8 +183,11 @@ class Loop:
 
     # -- 9 and 10: back to the engine -------------------------------------------------------------------------------
     def publish(self, *, version: int) -> None:
-        """Writes the weights as one file with digests; the engine serves the version once the digests agree."""
-        file = self.scratch / f"weights-{version % 2}.safetensors"  # keeps the file of the version in use
+        """Writes the weights to one file with digests.
+
+        The engine serves this version after it has verified the digests.
+        """
+        file = self.scratch / f"weights-{version % 2}.safetensors"  # two files, so the file in use is not overwritten
         self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
 
     async def the_engine(self, engine: int, refresh: bool) -> EngineClient:
@@ -200,7 +208,7 @@ def metrics_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> L
 
 @contextmanager
 def engine_in_subprocess(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
-    """Starts an engine process that ends with this block, or with this process even if it is killed."""
+    """Starts an engine process. It ends after the block, and also if this process is killed."""
     token_file = scratch / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_hex(32))
@@ -221,7 +229,7 @@ def engine_in_subprocess(config: RelaxConfig, *, model_folder: Path, scratch: Pa
 
 
 def train(*overrides: str) -> list[LoopMetrics]:
-    """Runs the loop in a temporary folder; overrides as on the command line."""
+    """Runs the loop in a temporary folder. ``overrides`` are the same as on the command line of a run."""
     config = load_config([*STRICT, *overrides], checks=CHECKS, settle=settle)
     assert config.model.builtin is not None and config.model.task is not None, "the default model is built in"
     model_folder = tiny_model_folder(config.model.builtin, task=config.model.task)

@@ -1,4 +1,4 @@
-"""Executes a run on this machine, in a Slurm job or on a Ray cluster, and executes the runs of a sweep.
+"""Executes a run on this machine, in a Slurm job or on a Ray cluster. Also executes the runs of a sweep.
 
-Start reading in `local.py`: every launcher ends there, on the machine that executes the run.
+Start reading in `local.py`: every launcher calls it on the machine that executes the run.
 """

@@ -15,13 +15,16 @@ USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Executes the command and returns the exit code: the run's own for ``follow``, 2 for a mistake, else 0."""
+    """Executes the command.
+
+    Returns the exit code: the run's exit code for ``follow``, 2 for wrong arguments, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m launchers.jobs", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
         ("status", "print its state"),
-        ("follow", "print its output until it ends; the exit code is the run's own"),
-        ("stop", "end it after the current step, with a checkpoint"),
+        ("follow", "print its output until it ends; returns the run's exit code"),
+        ("stop", "end it with a checkpoint after the current step"),
     ):
         command = commands.add_parser(name, help=what)
         command.add_argument("folder", type=Path, help="the run's folder")

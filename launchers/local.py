@@ -18,14 +18,14 @@ from relax_core.contracts.private_folder import private_folder
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
 USAGE = 2
-LOCK_WAIT_S = 120.0  # a file server keeps the lock of a lost node for a while
+LOCK_WAIT_S = 120.0  # a file server releases the lock of a lost node after some time
 
 
 def launch(config: RelaxConfig) -> int:
-    """Plans the run, makes its folder, writes config.yaml and plan.json into it, and runs.
+    """Plans the run, makes its folder, writes config.yaml and plan.json into it, and executes the run.
 
-    Returns the exit code. It is the run's own exit code, or 2, before anything is started, for a plan that cannot work,
-    a checkpoint that cannot be resumed, or a folder that cannot be written.
+    Returns the exit code of the run. Returns 2 without starting anything if the plan cannot work, the checkpoint cannot
+    be resumed, or the folder cannot be written.
     """
     return run_in_folder(
         config, make=lambda: make_run_folder(config), prepare=lambda folder: save_config(config, folder)
@@ -35,10 +35,10 @@ def launch(config: RelaxConfig) -> int:
 def run_in_folder(
     config: RelaxConfig, *, make: Callable[[], Path], prepare: Callable[[Path], object], again: bool = False
 ) -> int:
-    """Runs in the folder that ``make`` returns, after ``prepare`` wrote its files into it.
+    """Executes the run in the folder that ``make`` returns. ``prepare`` first writes files into the folder.
 
-    Returns the exit code as `launch` does, and 2 if another run uses the folder. With ``again`` the run resumes from
-    the newest checkpoint of the folder, if there is one, regardless of ``resume``.
+    Returns the exit code like `launch`, and 2 if another run uses the folder. With ``again``, the run resumes from the
+    newest checkpoint in the folder, if any, and ignores ``resume``.
     """
     from relax_core.control.host.run_paths import run_lock
     from relax_core.control.local_run import run_local
@@ -83,12 +83,12 @@ def run_in_folder(
 
 
 def make_run_folder(config: RelaxConfig) -> Path:
-    """Makes the folder of this run, or finds the folder in which it resumes, and returns it.
+    """Makes the folder of this run, or finds the folder of the run that it resumes. Returns the folder.
 
-    With resume=auto the run resumes in ``run.dir`` itself, with or without a checkpoint there. If ``run.dir`` has the
-    time in its name, as by default, the run resumes in the newest folder next to it that has a checkpoint. A new run
-    never enters a folder that another run wrote to or made in the same second: it appends the next free number. Raises
-    ValueError, with key and fix, for a folder that cannot be made.
+    With resume=auto, the run resumes in ``run.dir``, with or without a checkpoint in it. The default ``run.dir`` has
+    the time in its name. In this case the run resumes in the newest sibling folder with a checkpoint. A new run never
+    uses a folder that another run wrote to or made in the same second. It appends the next free number to the name.
+    Raises ValueError with key and fix if the folder cannot be made.
     """
     wanted, by_time = Path(config.run.dir), isinstance(config.run.dir, FolderByTime)
     if config.resume == "auto" and isinstance(config.run.dir, FolderByTime):
@@ -98,13 +98,13 @@ def make_run_folder(config: RelaxConfig) -> Path:
         return _made(wanted, exist_ok=True)
     for folder in numbered(wanted):
         if not (folder / "config.yaml").exists() and not (by_time and folder.exists()):
-            with suppress(FileExistsError):  # another run has just made it
+            with suppress(FileExistsError):  # another run has just made the folder
                 return _made(folder, exist_ok=not by_time)
     raise AssertionError("`numbered` does not end")
 
 
 def _newest_sibling(folder: Path, *, label: str) -> Path | None:
-    """Returns the newest folder next to ``folder`` with a checkpoint and a name that ends with ``label``."""
+    """Returns the newest sibling of ``folder`` that has a checkpoint and a name with the ending ``label``."""
     labelled = [path for path in folder.parent.glob("*/") if path.name.endswith(label)]
     newest_first = sorted(labelled, key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path for path in newest_first if has_checkpoint(path / "checkpoints")), None)
@@ -121,7 +121,7 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
 
 
 def save_config(config: RelaxConfig, folder: Path) -> Path:
-    """Writes config.yaml, whole or not at all. A resumed run keeps the earlier file as config.1.yaml and so on."""
+    """Writes config.yaml completely or not at all. A resumed run keeps the earlier file as config.1.yaml and so on."""
     target, text = folder / "config.yaml", marked(to_yaml(config))
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.rename(next(path for n in itertools.count(1) if not (path := folder / f"config.{n}.yaml").exists()))

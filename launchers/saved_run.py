@@ -1,4 +1,4 @@
-"""`python -m launchers.saved_run` executes a submitted run; the first task of a Slurm job and a Ray job call it."""
+"""`python -m launchers.saved_run` executes a submitted run, in a Ray job or in the first task of a Slurm job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from relax_core.config.schema import LauncherConfig, RelaxConfig
 from relax_core.contracts.private_folder import private_files, private_folder
 from relax_core.preflight import CHECKS, settle
 
-CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file
+CONFIG_VARIABLE = "RELAX_SUBMITTED"  # variable with the text of submitted.yaml, for a launcher that cannot send a file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Executes the run and returns its exit code, or 2, before anything is started, if it cannot run here."""
+    """Executes the run and returns its exit code. Returns 2 without starting anything if the run cannot work here."""
     parser = argparse.ArgumentParser(prog="python -m launchers.saved_run", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; default: content of ${CONFIG_VARIABLE}")
     parser.add_argument("--ray-address", help="join this Ray cluster; default: start a new cluster on this machine")
@@ -46,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
-    """Returns the configuration with launcher=local. ``ray_address`` is the Ray cluster to join, None for a new one."""
+    """Returns the configuration with launcher=local.
+
+    ``ray_address`` is the Ray cluster to join, or None for a new cluster.
+    """
     submitted = config.launcher
     here = LauncherConfig(
         name=LauncherKind.local,
@@ -58,11 +61,14 @@ def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
 
 
 def run_saved(config: RelaxConfig, *, again: bool) -> int:
-    """Runs in ``run.dir``, with ``again`` from its newest checkpoint if it has one. Returns the exit code."""
+    """Executes the run in ``run.dir`` and returns the exit code.
+
+    With ``again``, resumes from the newest checkpoint, if any.
+    """
     folder = Path(config.run.dir)
 
     def prepare(folder: Path) -> None:
-        if not (folder / "config.yaml").exists():  # the submitting machine has no access to the folder
+        if not (folder / "config.yaml").exists():  # the submitting machine had no access to the folder
             save_config(config, folder)
 
     def make() -> Path:

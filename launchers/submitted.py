@@ -1,7 +1,7 @@
-"""Writes and reads the files of a submitted run, which another process starts: its configuration and how it ended.
+"""Writes and reads the files of a submitted run: its configuration and its result.
 
-`submitted.yaml` is the whole configuration at the time of submission, so later edits do not reach a job that waits in a
-queue. `end.json` holds the run's exit code, which can be read without the cluster's accounting database.
+`submitted.yaml` is the whole configuration at the time of submission. Later edits do not affect a job that waits in a
+queue. `end.json` contains the run's exit code, so the cluster's accounting database is not needed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OVERRIDES = "# overrides: "
 class RunEnd:
     """Holds the result of a submitted run.
 
-    ``code`` is the run's own exit code. ``cause`` is the reason as text, if the run could not report it itself.
-    ``attempt`` names the job and its start, because a job may be started several times.
+    ``code`` is the run's exit code. ``cause`` is the reason as text, if the run could not report a reason. ``attempt``
+    names the job and the number of its start, because a job may be started several times.
     """
 
     code: int
@@ -40,15 +40,15 @@ class RunEnd:
 def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
     """Plans the run, makes its folder with config.yaml, plan.json and submitted.yaml, and returns the configuration.
 
-    ``run.dir`` of the returned configuration is that folder. Raises ValueError for a plan that cannot work, and OSError
-    for a folder that cannot be written.
+    ``run.dir`` of the returned configuration is the new folder. Raises ValueError if the plan cannot work, and OSError
+    if the folder cannot be written.
     """
     plan = plan_run(config)
     folder = make_run_folder(config)
     save_config(config, folder)
     save_plan(plan, folder)
     config = replace(config, run=replace(config.run, dir=str(folder), panel=False))  # the job has no terminal
-    (folder / END_FILE).unlink(missing_ok=True)  # an earlier run in this folder wrote it
+    (folder / END_FILE).unlink(missing_ok=True)  # written by an earlier run in this folder
     file = folder / CONFIG_FILE
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
@@ -62,25 +62,25 @@ def submitted_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
 
 
 def read_submitted(text: str) -> tuple[RelaxConfig, list[str]]:
-    """Returns the typed configuration in the text of submitted.yaml, and the overrides that it was made from."""
+    """Parses submitted.yaml. Returns the typed configuration, and the overrides of the submitted command line."""
     first = text.split("\n", 1)[0]
     overrides = json.loads(first.removeprefix(OVERRIDES)) if first.startswith(OVERRIDES) else []
     return config_from_yaml(text), overrides
 
 
 def write_end(folder: Path, end: RunEnd) -> None:
-    """Writes end.json into the run's folder, whole or not at all."""
+    """Writes end.json into the run's folder, completely or not at all."""
     write_atomically(folder / END_FILE, json.dumps({"code": end.code, "cause": end.cause, "attempt": end.attempt}))
 
 
 def read_end(folder: Path) -> RunEnd | None:
-    """Returns how the run ended, or None if it has not ended or could not write end.json."""
+    """Returns the result of the run, or None if the run has not ended or could not write end.json."""
     file = folder / END_FILE
     return RunEnd(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, file)

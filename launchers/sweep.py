@@ -1,4 +1,4 @@
-"""Starts the runs of a sweep (-m): one after the other on this machine, or submitted together to a cluster."""
+"""Starts the runs of a sweep (-m): one after the other on this machine, or all at once on a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_core.plan.plan_command import plan_run
 SWEEP_FILE = "sweep.json"
 USAGE = 2
 STOPPED = (129, 130, 143)  # exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped
-LABEL_BYTES = 100  # of a folder's name, which may have 255 bytes
+LABEL_BYTES = 100  # limit for the overrides in a folder's name, which may have 255 bytes
 
 
 @dataclass(kw_only=True)
@@ -34,9 +34,8 @@ class SweepRun:
     """Describes one run of a sweep.
 
     ``number`` counts the runs from 0. ``swept`` are the overrides that differ between the runs. ``folder`` is None for
-    a run that was refused. ``job_id`` is None on this machine, and on a cluster until the run is submitted. ``code`` is
-    the exit code, None until the run has ended. ``cause`` says why the run was refused. ``handle`` is the submitted
-    job.
+    a refused run. ``job_id`` is set when the run is submitted to a cluster. ``code`` is the exit code, or None before
+    the end of the run. ``cause`` says why the run was refused. ``handle`` is the submitted job.
     """
 
     number: int
@@ -50,14 +49,14 @@ class SweepRun:
     handle: Any = None
 
     def describe(self) -> str:
-        """Returns the run's name in messages: its swept overrides, or its number."""
+        """Returns the name of the run in messages: the swept overrides, or the number."""
         return " ".join(self.swept) or f"number {self.number + 1}"
 
 
 class Sweep:
     """Collects the runs of a sweep and starts them together.
 
-    If one of them is refused, none is started. ``launch`` executes one run on this machine and returns its exit code.
+    If one run is refused, no run is started. ``launch`` executes one run on this machine and returns its exit code.
     """
 
     def __init__(self, launch: Callable[[RelaxConfig], int]) -> None:
@@ -70,7 +69,7 @@ class Sweep:
     ) -> SweepRun | None:
         """Adds a run with a valid configuration.
 
-        Returns None, and records the refusal, if its plan cannot work. ``folder`` is Hydra's folder of this sweep.
+        If the plan cannot work, records the refusal and returns None. ``folder`` is Hydra's folder of this sweep.
         """
         try:
             if config.launcher.name is not LauncherKind.ray_job:  # the model and the data of a Ray job are remote
@@ -81,7 +80,7 @@ class Sweep:
         return self._keep(SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=config), folder)
 
     def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
-        """Prints why a run cannot start, and records it."""
+        """Prints and records why a run cannot start."""
         run = SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=None, code=USAGE)
         run.cause = error.problems[0]
         self._keep(run, folder)
@@ -96,15 +95,15 @@ class Sweep:
         return run
 
     def drop(self, runs: Sequence[SweepRun]) -> None:
-        """Refuses runs that a sweeper requested together with a run that is refused."""
+        """Refuses runs that a sweeper requested together with a refused run."""
         for run in runs:
             run.code, run.cause = USAGE, "another run that was requested together with it is refused"
 
     def settle(self, metric: str) -> dict[int, float | None]:
-        """Starts the collected runs, waits until all have ended, and returns each run's ``metric`` by its number.
+        """Starts the collected runs and waits for their ends. Returns run number → value of ``metric``.
 
-        ``metric`` is a dotted path in summary.json, e.g. reward.last or eval.-1.exact. The value is None for a run that
-        was refused or failed.
+        ``metric`` is a dotted path in summary.json, e.g. reward.last or eval.-1.exact. The value is None for a refused
+        or failed run.
         """
         self._start()
         for run in self._runs:
@@ -116,9 +115,9 @@ class Sweep:
         }
 
     def finish(self) -> int:
-        """Starts the collected runs and returns the first exit code that is not 0, or 0.
+        """Starts the collected runs. Returns the first exit code that is not 0, or 0.
 
-        It prints a table of the runs that it submitted, or a comparison of the runs that it executed on this machine.
+        Prints a table of the submitted runs, or a comparison of the runs on this machine.
         """
         kept = [run for run in self._runs if run.code is None and run.job_id is None]
         refused = [run for run in self._runs if run.config is None]
@@ -144,14 +143,14 @@ class Sweep:
         return next((run.code for run in self._runs if run.code), 0)
 
     def _remove_folder(self) -> None:
-        """Removes the folder that Hydra made, because the sweep writes nothing into it."""
+        """Removes the folder that Hydra made but the sweep does not use."""
         assert self._folder is not None
         (self._folder / "multirun.yaml").unlink(missing_ok=True)
         with suppress(OSError):
             self._folder.rmdir()
 
     def _start(self) -> None:
-        """Executes the runs of this machine one after the other, and submits the others together."""
+        """Executes the runs for this machine one after the other, and submits all other runs together."""
         kept = [run for run in self._runs if run.job_id is None and run.code is None]
         _name_folders(kept)
         here = [run for run in kept if _config(run).launcher.name is LauncherKind.local or _only_prints(run)]
@@ -168,7 +167,7 @@ class Sweep:
             return
         print(f"relax: run {run.number + 1} of the sweep's {max(count, run.number + 1)}: {run.describe()}", flush=True)
         config = _config(run)
-        before, sys.argv = sys.argv, ["relax", *run.overrides]  # its summary records them as its command line
+        before, sys.argv = sys.argv, ["relax", *run.overrides]  # the run's summary records sys.argv as its command line
         try:
             if _only_prints(run):
                 run.code = self._launch(config)
@@ -178,7 +177,7 @@ class Sweep:
             if run.code == USAGE:
                 run.cause = "refused at its start"
             with suppress(OSError):
-                run.folder.rmdir()  # succeeds only for a refused run, which wrote nothing
+                run.folder.rmdir()  # succeeds only for an empty folder, which a refused run leaves
         finally:
             sys.argv = before
             self._write()
@@ -248,7 +247,7 @@ class Sweep:
 
 
 def read_metric(folder: Path, metric: str) -> float | None:
-    """Returns the number at the dotted path ``metric`` of summary.json, or None if it is null there.
+    """Returns the number at the dotted path ``metric`` of summary.json, or None if the value is null.
 
     Raises ValueError if the path does not exist or its value is not a number.
     """
@@ -281,7 +280,7 @@ def _name_folders(runs: Sequence[SweepRun]) -> None:
 
 
 def _label(swept: Sequence[str]) -> str:
-    """Returns the end of a folder's name: the overrides, or their first `LABEL_BYTES` bytes and a digest of all."""
+    """Returns the end of a folder's name: the overrides, or their first `LABEL_BYTES` bytes and a digest."""
     text = re.sub(r"[^\w.,=+-]+", "-", ",".join(swept))
     if len(text) > LABEL_BYTES:
         text = f"{text[:LABEL_BYTES]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -289,5 +288,5 @@ def _label(swept: Sequence[str]) -> str:
 
 
 def _only_prints(run: SweepRun) -> bool:
-    """Returns whether the launcher prints a script or a manifest, and starts nothing."""
+    """Returns whether the launcher only prints a script or a manifest, and starts no run."""
     return bool(getattr(_config(run).launcher, "dry_run", False))

@@ -1,7 +1,6 @@
 """Relax post-trains language models by reinforcement learning.
 
-docs/api.md describes its use as a library. Start reading in `__main__.py` (the command line) or in `api/run.py` (the
-library).
+docs/api.md describes the use as a library. Start reading in `__main__.py` (command line) or in `api/run.py` (library).
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ _SIBLINGS = ("algorithms", "rewards", "envs", "data_sources", "launchers")  # Re
 
 
 class _OwnPackages(MetaPathFinder):
-    """Finds Relax's other top-level packages before a folder of the same name in the user's project.
+    """Makes Python import Relax's other top-level packages, not folders of the same name in the user's project.
 
-    The project's folder is searched second, so that plug-in files in the user's package `rewards` can import each
-    other.
+    The project's folder is searched second, because plug-in files in a user's package `rewards` must find each other.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of one of Relax's own packages, else None."""
+        """Returns the spec of a package of Relax, or None for other packages."""
         if fullname not in _SIBLINGS or (spec := PathFinder.find_spec(fullname, [_ROOT])) is None:
             return None
         assert spec.submodule_search_locations is not None, f"{fullname} is a package"
@@ -51,9 +49,9 @@ if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
 
 
 def _put_working_folder_last() -> None:
-    """Moves the working folder to the end of `sys.path` while ``python -m`` starts a module of Relax.
+    """Moves the working folder to the end of `sys.path` if ``python -m`` starts a module of Relax.
 
-    Python searches it first, so a user's random.py or ray.py would shadow the library.
+    Python searches this folder first, so a user's random.py or ray.py would replace the library.
     """
     if sys.argv[:1] != ["-m"]:
         return
@@ -66,7 +64,7 @@ def _put_working_folder_last() -> None:
 
 _put_working_folder_last()
 
-_EXPORTS = {  # name → its module, which is imported at the first use of the name, so that `import relax_core` is fast
+_EXPORTS = {  # Maps a name to its module. The first use of the name imports the module, so `import relax_core` is fast.
     "run": "relax_core.api.run",
     "RunFailed": "relax_core.api.run",
     "load_run": "relax_core.api.loaded_run",

@@ -1,4 +1,4 @@
-"""`python -m relax_core` is the command line: it starts, plans or sweeps runs and executes the other commands."""
+"""Implements the command line `python -m relax_core`: starts, plans or sweeps runs, and executes the other commands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 USAGE = 2
-SHARED = ("export", "import-gguf", "trace", "compare")  # commands that write files which a user may share with others
+SHARED = ("export", "import-gguf", "trace", "compare")  # commands that write files that a user may share
 
 
 def launch(config: RelaxConfig) -> int:
-    """Hands a validated configuration to the launcher that it names. Returns the exit code."""
+    """Passes a validated configuration to its launcher; returns the exit code."""
     from relax_core.config.choices import LauncherKind
 
     match config.launcher.name:
@@ -38,9 +38,9 @@ def launch(config: RelaxConfig) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Executes the command line and returns the exit code: the run's own, or 2 for a mistake in the configuration.
+    """Executes the command line; returns the run's exit code, or 2 for a mistake in the configuration.
 
-    It returns 130 for a Ctrl-C before a run has started. A run handles its own Ctrl-C.
+    Returns 130 for a Ctrl-C before a run has started. A started run handles Ctrl-C itself.
     """
     sys.excepthook = show_uncaught
     exempt_loopback_from_proxy()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
-    """Returns the command-line arguments without their secrets, and removes the secrets from the output of `ps`.
+    """Returns the command-line arguments without secrets, and removes the secrets from the output of `ps`.
 
     Raises SystemExit for a secret that cannot be read.
     """
@@ -87,8 +87,8 @@ def _main(args: list[str]) -> int:
 def _run(args: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     """Starts a run or a sweep and returns its exit code.
 
-    ``args`` is the command line as it was typed, and ``rest`` is the command line without the command. With ``again``
-    it repeats a saved run.
+    ``args`` is the command line as typed, and ``rest`` is the command line without the command. With ``again``, repeats
+    a saved run.
     """
     if "--version" in rest:
         from relax_core import __version__
@@ -112,8 +112,8 @@ def _run(args: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
         print(error.report(), file=sys.stderr)
         return USAGE
     for key, value in line.duplicate_keys().items():
-        print(f"relax: {key} is given twice; the last value holds: {key}={value}", file=sys.stderr)
-    from launchers.sweep import Sweep  # these imports take a second, and a Ctrl-C may come meanwhile
+        print(f"relax: {key} is given twice; the last value is used: {key}={value}", file=sys.stderr)
+    from launchers.sweep import Sweep  # these imports take a second, and the user may press Ctrl-C during this time
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan
     from relax_core.plan.unused_keys import unused_keys, warn_of_unused

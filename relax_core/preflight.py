@@ -1,6 +1,6 @@
 """Checks a configuration before a run starts: parallel layout, model, data, plug-ins, teachers, engine ports and GPUs.
 
-These checks need several packages, and config/ may not import upward, so the entry point passes the checks to it.
+These checks need packages that config/ must not import, so the entry point passes the checks to config/.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from relax_core.train.parallel_layout import (
 
 ADDRESS_S = 5.0  # time limit of a connection to a Ray head
 
-SHOWN = 3  # reported problems with a folder's weights; a wrong folder has thousands
+SHOWN = 3  # maximum number of reported problems with a folder's weights; a wrong folder has thousands
 
 
 def layout_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for each parallel layout whose sizes contradict each other or do not divide the known model."""
+    """Yields an error for each parallel layout with sizes that contradict each other or do not divide the model."""
     layouts = {layout_key(role): layout for role, layout in worker_group_layouts(config).items()}
     sizes = [getattr(layout, size) for layout in layouts.values() for size in FORWARD_SIZES]
     if min(*sizes, config.parallel.vpp) < 1:
@@ -76,7 +76,7 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _known_shape(config: RelaxConfig) -> LayoutShape | None:
-    """Returns the model's shape, or None if there is no model yet or another check refuses it."""
+    """Returns the model's shape, or None if there is no model yet or another check refuses the model."""
     if config.model.builtin is not None and config.model.builtin not in MODEL_NAMES:
         return None
     try:
@@ -86,7 +86,7 @@ def _known_shape(config: RelaxConfig) -> LayoutShape | None:
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for a model family that is not built, and for a model folder that does not fit the family."""
+    """Yields an error for a model family that is not implemented, and for a model folder of a different family."""
     try:
         planned = shape_dimensions(config.model.shape).family if config.model.shape is not None else None
     except ValueError as error:
@@ -118,7 +118,7 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def experts_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for each setting of a mixture of experts if the model has no experts."""
+    """Yields an error for each mixture-of-experts setting if the model has no experts."""
     asked = {}
     if config.algo.routing_replay:
         asked["algo.routing_replay"] = "true"
@@ -141,12 +141,12 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for an unknown built-in model or warm-start task, or a context longer than the model supports."""
+    """Yields an error for an unknown built-in model or warm-start task, or for a context that is too long."""
     model = config.model
     if model.builtin is None or model.path is not None:
         return
     if model.builtin not in MODEL_NAMES:
-        yield f"model.builtin={model.builtin}: no such built-in model. What exists: {', '.join(MODEL_NAMES)}."
+        yield f"model.builtin={model.builtin}: no such built-in model. Models: {', '.join(MODEL_NAMES)}."
     elif model.task is not None:
         try:
             check_tiny_model(model.builtin, task=model.task)
@@ -161,7 +161,7 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for banned tokens outside the vocabulary, and for a folder whose media tokens cannot be read."""
+    """Yields an error for banned tokens outside the vocabulary, and for a folder if its media tokens cannot be read."""
     model = config.model
     try:
         if model.path is not None:
@@ -182,7 +182,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
         if isinstance(vocab_size, int) and not 0 <= token < vocab_size:
             yield (
                 f"rollout.banned_token_ids names {token}, and the model has the tokens 0 to {vocab_size - 1}. "
-                "Take it out, or use null for the tokenizer's media specials and ids without a text."
+                "Remove it, or use null for the tokenizer's media placeholders and ids without a text."
             )
     if len(config.rollout.banned_token_ids) > MAX_BANNED:
         yield (
@@ -192,7 +192,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for a task or files that cannot be used or have too many unusable rows (`summarize_data`)."""
+    """Yields an error if the task or the files cannot be used or have too many unusable rows (`summarize_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
     given = sum(setting is not None for setting in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
@@ -204,7 +204,7 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
     if names_plugin(data) and not is_configured(data):
         return
     if plugin_problems(config):
-        return  # `settle` has reported them, and an environment that hangs would hang here
+        return  # `settle` has reported these errors, and an environment that hangs would hang this process
     try:
         refused = summarize_data(config).refused
     except (ValueError, OSError) as error:
@@ -214,20 +214,20 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for invalid names of evaluation sets, and for a run.keep_best that no evaluation reports."""
+    """Yields an error for invalid names of evaluation sets, and if no evaluation reports the metric run.keep_best."""
     yield from name_problems(config)
     best, samples = config.run.keep_best, config.eval.samples
     if best is None or not 1 <= samples <= MAX_SAMPLES:
         return
     known = [f"{EVAL}/{name}" for name in metric_names(samples=samples, sets=list(config.eval.sets))]
     if best not in known:
-        yield f"run.keep_best={best}: no evaluation of this run gives it. What exists: {', '.join(known)}."
+        yield f"run.keep_best={best}: no evaluation of this run reports it. What exists: {', '.join(known)}."
 
 
 def port_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for each fixed engine port that another process uses."""
+    """Yields an error for each configured engine port that another process uses."""
     if not 0 < config.engine.port <= 65536 - config.engine.count:
-        return  # 0 takes a free port, and config/ has refused other values
+        return  # 0 means any free port, and config/ has refused all other values
     for port in range(config.engine.port, config.engine.port + config.engine.count):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -247,12 +247,12 @@ def receiver_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for a Ray address without a listener. Ray itself would retry for minutes and end the process."""
+    """Yields an error for a Ray address without a listener; Ray itself would retry for minutes and end the process."""
     address = config.launcher.ray_address
     if address is None or address == "auto":
         return
     host, _, port = address.rpartition(":")
-    fix = "Start one with `ray start --head`, name its host:port, or leave the key null for a Ray of the run's own."
+    fix = "Start one with `ray start --head`, name its host:port, or leave the key null: the run then starts Ray."
     if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
         yield f"launcher.ray_address={address} is no host:port of a Ray head. {fix}"
         return
@@ -263,9 +263,9 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields reasons why the configured kind of engine cannot start on this machine.
+    """Yields the reasons why the configured kind of engine cannot start on this machine.
 
-    A run on GPUs starts on another machine if this one has no GPU, so the engine is not checked here.
+    If this machine has no GPU, a run on GPUs starts on another machine, so the engine is not checked.
     """
     engine = find_engine(config.engine.name)
     if engine.on_gpus and config.placement.gpus_per_node and config.engine.python is None and not device_files():
@@ -274,7 +274,7 @@ def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields an error for teachers that are missing or do not fit the model, and for data without a teacher column."""
+    """Yields an error for teachers that are missing or do not fit the model, and if the data has no teacher column."""
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
         return
@@ -303,10 +303,10 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with its derived values, and problems of plug-ins, context length and tokenizer.
+    """Returns the configuration with derived values, and problems of plug-ins, context length and tokenizer.
 
-    The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
-    later steps call the environment in this process.
+    The entry point calls this function before the checks. It first tries the plug-ins in a process that can be killed,
+    because later steps call the environment in this process.
     """
     config = settle_dtype(config)
     if problems := source_problems(config):
@@ -318,9 +318,9 @@ def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 
 def settle_evaluation(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Derives values as `settle` does, for an evaluation without training."""
+    """Works like `settle` for an evaluation without training."""
     config = settle_dtype(config)
-    config.model.dtype = str(config.model.dtype)  # there is no run to read the dtype from
+    config.model.dtype = str(config.model.dtype)  # no run has determined the dtype
     return settle_evaluation_context(config)
 
 
@@ -351,16 +351,16 @@ CHECKS = (
 )
 
 
-CALL_S = 10.0  # a first call may import something
+CALL_S = 10.0  # a first call may import libraries
 OPEN_S = 120.0  # a data source may load all its rows
-TRIED_ROWS = 3  # the first, the last and one between them
+TRIED_ROWS = 3  # the first row, the last row and one row between them
 
 
 def plugin_problems(config: RelaxConfig) -> list[str]:
-    """Tries the environment, the reward and the algorithm on rows of the data, and returns their errors.
+    """Tries the environment, the reward and the algorithm on rows of the data; returns their errors.
 
-    Relax's own environments and rewards are tried only on the user's data, its own algorithms never. Errors of other
-    checks are not repeated. A Ray job is checked on its cluster, which has its files.
+    Relax's own environments and rewards are tried only on the user's data, and its own algorithms are not tried. Errors
+    that other checks report are not repeated. A Ray job is checked on its cluster, which has the files.
     """
     if config.launcher.name is LauncherKind.ray_job:
         return []
@@ -379,9 +379,9 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
 
 
 def source_problems(config: RelaxConfig) -> list[str]:
-    """Tries a data source that is a plug-in, and returns its errors.
+    """Tries a data source that is a plug-in; returns its errors.
 
-    Its rows are read in this process afterwards, so it is tried first in a process that can be killed.
+    It is tried in a process that can be killed, because this process then reads the rows.
     """
     if config.launcher.name is LauncherKind.ray_job or not names_plugin(config.data):
         return []
@@ -395,7 +395,7 @@ def source_problems(config: RelaxConfig) -> list[str]:
 
 @cache
 def _tried(request: bytes) -> tuple[str, ...]:
-    """Tries plug-ins once for each request, because the runs of a sweep usually have the same plug-ins and data."""
+    """Tries plug-ins only once for each request, because runs of a sweep usually have the same plug-ins and data."""
     return tuple(try_plugins(msgspec.msgpack.decode(request, type=Request)))
 
 
@@ -414,7 +414,7 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
 
 
 def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (location, data row) of `TRIED_ROWS` training rows; yields nothing if the data cannot be read."""
+    """Yields (location, data row) of `TRIED_ROWS` training rows, or no row if the data cannot be read."""
     data = config.data
     if data.task is not None:
         for index in range(TRIED_ROWS if data.task in task_names() else 0):
@@ -430,6 +430,6 @@ def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = dict(rows[number])
             msgspec.msgpack.encode(row)
-        except (ValueError, TypeError, OverflowError):  # the row cannot be read, or not sent to another process
+        except (ValueError, TypeError, OverflowError):  # the row cannot be read or cannot be sent to another process
             continue
         yield rows.where(number), row

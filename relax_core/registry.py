@@ -1,11 +1,11 @@
-"""Finds plug-ins of every kind: by name, by entry point, by file path.
+"""Finds plug-ins of all kinds by name, entry point or file path.
 
 A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is found as
 - a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
-Listing names imports no plug-in. The results of a plug-in's functions are checked, and anything that they raise becomes
-an `Exception` (contracts/checked_plugins.py, contracts/plugin_results.py).
+Listing names imports no plug-in. The results of a plug-in's functions are checked, and everything that the functions
+raise is converted to an `Exception` (contracts/checked_plugins.py, contracts/plugin_results.py).
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ from relax_core.contracts.sink import SinkConfig, SinkSpec
 from relax_core.contracts.untrusted_values import shown_error
 
 Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
-KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # SPEC.config is the type of a whole configuration section
-# Pages of docs/plugins/ that are not named like the kind.
+# for these kinds SPEC.config is the type of a whole configuration section
+KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
+# Pages of docs/plugins/ with a name that differs from the kind.
 _PAGES = {"algo": "algorithm", "sink": "metrics_sink", "data": "data_source", "family": "model_family"}
 _FILE_MODULE = "relax_plugin_"
-MARK = "__relax_plugin__"  # set in the globals of a plug-in function that was not loaded from a module
+MARK = "__relax_plugin__"  # a name in the globals of a plug-in function that was not loaded from a module
 _ROOT = Path(__file__).resolve().parents[1]
 _QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
-FILE_SINKS = ("jsonl", "tensorboard")  # enabled by keys of the section tracker
+FILE_SINKS = ("jsonl", "tensorboard")  # keys of the section tracker enable these sinks
 TRACKERS = ("clearml", "mlflow", "otlp", "prometheus", "wandb")  # Relax's other built-in sinks
 _FAMILIES = ("llama", "mistral", *_QWEN)  # in families/builtin_families.py
 
 
 class Spec(Protocol):
-    """Declares the fields of every kind's SPEC; kinds whose `_Home.config` is None have no ``config``."""
+    """Declares the fields of the SPECs of all kinds; kinds with `_Home.config` None have no ``config``."""
 
     @property
     def name(self) -> str: ...
@@ -69,17 +70,17 @@ class Spec(Protocol):
 
 
 class PluginError(ValueError):
-    """A plug-in is unknown or broken. The text names it and the fix."""
+    """Reports an unknown or broken plug-in; the text names the plug-in and the fix."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Home:
-    """Describes where plug-ins of one kind are found, and the type of their SPEC.
+    """Describes where plug-ins of one kind are found, and the type of the kind's SPEC.
 
     ``key`` is the configuration key that names a plug-in. ``section`` is the configuration section with the plug-in's
     settings. ``title`` is the heading in lists. ``entry_points`` is the entry-point group of installed packages.
-    ``spec`` and ``config`` are the types of SPEC and of SPEC.config; ``config`` is None if a SPEC of the kind has none.
-    ``checked`` returns the SPEC with checks of its functions' results. Relax's own plug-ins are the modules of
+    ``spec`` and ``config`` are the types of SPEC and of SPEC.config; ``config`` is None if SPECs of the kind have no
+    config. ``checked`` adds checks of the functions' results to a SPEC. Relax's own plug-ins are the modules of
     ``package`` that set SPEC, or the entries of ``table`` (name to "module:attribute") in relax_core.
     """
 
@@ -95,11 +96,14 @@ class _Home:
 
     @property
     def folder(self) -> Path:
-        """Returns Relax's own folder, also if the user's project has a package of the same name."""
+        """Returns Relax's folder, even if the user's project has a package of the same name."""
         return _ROOT / self.package
 
     def builtin_modules(self) -> dict[str, str]:
-        """Returns name → "module:attribute" of Relax's own plug-ins. Their source is parsed, not executed."""
+        """Maps the names of Relax's own plug-ins to "module:attribute".
+
+        Parses the modules and does not execute them.
+        """
         if not self.package:
             return dict(self.table)
         files = (file for file in self.folder.rglob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
@@ -182,7 +186,8 @@ _HOMES: dict[Kind, _Home] = {
     ),
 }
 ALL_KINDS: tuple[Kind, ...] = tuple(_HOMES)
-GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind}.name")  # chosen by a config group
+# kinds that a config group chooses
+GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind}.name")
 
 
 def key_of(kind: Kind) -> str:
@@ -191,7 +196,7 @@ def key_of(kind: Kind) -> str:
 
 
 def section_of(kind: Kind) -> str:
-    """Returns the configuration section that holds a plug-in's settings."""
+    """Returns the configuration section with a plug-in's settings."""
     return _HOMES[kind].section
 
 
@@ -241,28 +246,28 @@ def is_file_plugin(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a plug-in's name for folder names and messages: a file's name without its folder and suffix."""
+    """Returns a plug-in's name for folder names and messages; for a file, the name without folder and suffix."""
     return Path(name).stem if is_file_plugin(name) else name
 
 
 def names(kind: Kind) -> list[str]:
-    """Returns the names that can be given without a path, sorted. Imports no plug-in."""
+    """Returns the sorted names that work without a path; imports no plug-in."""
     return sorted({*_HOMES[kind].builtin_modules(), *_entry_points(kind)})
 
 
 def known(kind: Kind) -> dict[str, str]:
-    """Returns name → summary of every plug-in of this kind, and imports all of them."""
+    """Imports all plug-ins of this kind and maps each name to the summary."""
     return {name: find(kind, name).summary for name in names(kind)}
 
 
 def package_of(kind: Kind, name: str) -> str | None:
-    """Returns the installed package whose entry point gives ``name``; None for Relax's own."""
+    """Returns the installed package with the entry point ``name``, or None for Relax's own plug-ins."""
     point = None if is_builtin(kind, name) else _entry_points(kind).get(name)
     return point.dist.name if point is not None and point.dist is not None else None
 
 
 def is_plugin_module(name: str) -> bool:
-    """Returns whether a module of this name holds a plug-in: Relax's own, an installed package's, or a file's."""
+    """Returns whether a module of this name contains a plug-in of Relax, of an installed package or of a file."""
     installed = {point.module for kind in ALL_KINDS for point in _entry_points(kind).values()}
     own = name.split(".")[0] in {home.package for home in _HOMES.values() if home.package}
     return name.startswith(_FILE_MODULE) or own or name in installed
@@ -270,7 +275,10 @@ def is_plugin_module(name: str) -> bool:
 
 @cache
 def find(kind: Kind, name: str) -> Spec:
-    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, which lists the known names if needed."""
+    """Returns the SPEC of a plug-in of this kind.
+
+    Raises `PluginError`, which lists the known names for an unknown name.
+    """
     home = _HOMES[kind]
     where = f"{home.key}={name}"
     if is_file_plugin(name):
@@ -289,13 +297,16 @@ def find(kind: Kind, name: str) -> Spec:
     hint = f" Nearest: {near[0]}." if near else ""
     raise PluginError(
         f"{where} is not known. What exists: {', '.join(names(kind)) or 'none by a name'}.{hint} "
-        f"For a file of your own: {home.key}=/path/my_{kind}.py"
+        f"For your own file: {home.key}=/path/my_{kind}.py"
     )
 
 
 @cache
 def _sets_spec(file: Path) -> bool:
-    """Returns whether a file sets SPEC, or cannot be parsed: `find` then reports its syntax error."""
+    """Returns whether a file sets SPEC.
+
+    Also returns True if the file cannot be parsed: `find` then reports the syntax error.
+    """
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError:
@@ -305,7 +316,7 @@ def _sets_spec(file: Path) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 
-@cache  # a search of all installed packages takes milliseconds, and `plugin_location` calls it for every frame
+@cache  # a search of all installed packages takes milliseconds, and `plugin_location` needs it for every frame
 def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_HOMES[kind].entry_points)}
 
@@ -320,7 +331,7 @@ def _load_module(module_name: str, attribute: str, *, where: str, kind: Kind) ->
     try:
         with Contained():
             module = importlib.import_module(module_name)
-    except Exception as error:  # any error of a plug-in becomes one line with its file and line
+    except Exception as error:  # any error of a plug-in is reported as one line with the plug-in's file and line
         raise _broken(error, where=where, file=file) from error
     return _checked(getattr(module, attribute, None), where=where, file=file, kind=kind)
 
@@ -338,18 +349,18 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     source = importlib.util.spec_from_file_location(module_name, path)
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
-    sys.modules[module_name] = module  # dataclasses find their module by name
+    sys.modules[module_name] = module  # dataclasses look up their module by name
     try:
         with Contained():
             source.loader.exec_module(module)
-    except Exception as error:  # any error of a plug-in file becomes one line with its file and line
+    except Exception as error:  # any error of a plug-in file is reported as one line with the file and line
         del sys.modules[module_name]
         raise _broken(error, where=where, file=path) from error
     return _checked(getattr(module, "SPEC", None), where=where, file=path, kind=kind)
 
 
 def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
-    """Returns an error that names the last line of the plug-in's own file in the traceback."""
+    """Returns an error that names the last line of the plug-in's file in the traceback."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         line = error.lineno
     else:
@@ -376,7 +387,7 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
 
 
 def plugin_location(error: BaseException) -> str:
-    """Returns "FILE, line N" of the innermost plug-in code in the traceback; empty if no plug-in's code is in it."""
+    """Returns "FILE, line N" of the innermost plug-in code in the traceback; empty without plug-in code in it."""
     places = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -386,25 +397,28 @@ def plugin_location(error: BaseException) -> str:
 
 
 def plugin_error_text(error: BaseException) -> str:
-    """Returns an error in one line, with its file and line in the plug-in."""
+    """Returns an error as one line of text with the plug-in's file and line."""
     words = next(iter(shown_error(error).splitlines()), type(error).__name__)
     place = plugin_location(error)
     return f"{words} ({place})" if place else words
 
 
 def is_builtin(kind: Kind, name: str) -> bool:
-    """Returns whether the plug-in of this name is one of Relax's own."""
+    """Returns whether the plug-in of this name belongs to Relax."""
     return name in _HOMES[kind].builtin_modules()
 
 
 def with_file(kind: Kind, config: Any, file: str) -> Any:
-    """Returns settings of a plug-in file that refer to a copy of the file at ``file``, which other processes load."""
+    """Returns settings of a plug-in file that refer to a copy of the file at ``file``.
+
+    Other processes load the copy.
+    """
     _make_picklable(type(config), kind, file)
     return dataclasses.replace(config, name=file)
 
 
 def _make_picklable(config: type, kind: Kind, name: str) -> None:
-    """Makes settings of a plug-in file picklable as path and values: other processes cannot import its module."""
+    """Makes settings of a plug-in file picklable as path and values; other processes cannot import the module."""
     path = str(Path(name).resolve())
 
     def reduce(instance: object) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
-"""Holds rewards, one file each. Every file defines a ``SPEC`` that the registry finds by the file's name.
+"""Contains rewards, one per file. Every file defines a ``SPEC``. The registry finds it by the file's name.
 
-Start reading in `reverse_digits.py`. math.py is a reward that runs in its own process, and mix.py combines other
-rewards. Sub-folders hold rewards of one kind with their shared code.
+Start reading in `reverse_digits.py`. math.py is a reward that runs in a separate process, and mix.py combines rewards.
+A sub-folder contains rewards of one kind and their shared code.
 """

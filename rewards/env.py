@@ -1,4 +1,4 @@
-"""The reward of an env with several turns: the sum of its turns' rewards."""
+"""Computes the reward of a multi-turn env: the sum of the turns' rewards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class EnvRewardConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
-    """Returns the sum of the turns' rewards; it is exact if the sum is 1.
+    """Returns the sum of the turns' rewards. The answer is exact if the sum is 1.
 
-    The sum is 0 for an episode that was cut before the env gave a reward. The reward is None if the env ended the
-    episode and never gave a reward.
+    The sum is 0 if the episode was cut before the env gave a reward. The reward is None if the env ended the episode
+    without any reward.
     """
     rewards = [reward for reward in given.turn_rewards if reward is not None]
     if not rewards and given.ended in ("", "env_done"):

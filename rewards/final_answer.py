@@ -1,13 +1,14 @@
-r"""Compares the response's final answer with the label as written text or number; evaluates nothing.
+r"""Compares the response's final answer with the label, as written text or number. It evaluates no expressions.
 
 The final answer is the last ``\boxed{}`` after the thinking, else the text in the last ``<answer>`` tags, else the rest
-of the line after the last "Answer:" or "####". Without such a mark it is the last number of the response if the label
-is a number, else the last line. Numbers are compared by value: 84 equals 84.0, and 1/2 equals 0.5. Other texts are
-compared without case, LaTeX markup and punctuation at their ends.
+of the line after the last "Answer:" or "####". Without such a mark, the final answer is the last number of the response
+if the label is a number, else the last line. Numbers are compared by value: 84 equals 84.0, and 1/2 equals 0.5. Other
+texts are compared without case, LaTeX markup, and punctuation at their ends.
 
-It is stricter than rewards that compare values or search for the label: an expression, a list of numbers, an
-alternative, a range, an inequality or a denial is no final answer. It scores only labels that are numbers or a few
-words. It shares no code with other rewards and can therefore be their shadow (``reward.shadow``).
+This reward is stricter than rewards that compare values or search for the label. It does not accept an expression, a
+list of numbers, an alternative, a range, an inequality or a denial as a final answer. It scores only labels that are
+numbers or a few words. It shares no code with other rewards. So it can serve as a shadow reward for them
+(``reward.shadow``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
-MAX_WORDS = 5  # of a label that is not a number
-_MAX_CHARACTERS = 60  # of a final answer or a label
-_READ = 4_000  # characters at the end of a response
+MAX_WORDS = 5  # limit of words in a label that is not a number
+_MAX_CHARACTERS = 60  # limit of a final answer or a label, in characters
+_READ = 4_000  # the final answer is searched in this number of characters at the end of a response
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30}"
 _NUMBER = re.compile(
     rf"(?:(?P<sign>[-+−])\s?)?(?:[$€£¥]\s?)?(?P<above>{_DIGITS})(?:\s?/\s?(?P<below>\d{{1,30}}))?(?:\s?%)?",
@@ -48,7 +49,7 @@ class FinalAnswerConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: FinalAnswerConfig) -> RewardOutput:
-    """Returns 1 if the final answer is the label, else 0, and None for a label that it cannot compare."""
+    """Returns 1 if the final answer is the label, else 0. Returns None for a label that this reward cannot compare."""
     label = _label(given.answer)
     if (reason := _unjudged(label)) is not None:
         return RewardOutput(reward=None, reason=reason, cause="label")
@@ -58,7 +59,7 @@ def score(given: RewardInput, config: FinalAnswerConfig) -> RewardOutput:
 
 
 def _found(given: RewardInput, *, is_number: bool) -> str | None:
-    """Returns the final answer as written in the response; None if there is none."""
+    """Returns the final answer as written in the response, or None if no final answer is found."""
     text = given.response.rpartition("</think>")[2]
     if "<think>" in text:
         return None
@@ -87,7 +88,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _side(text: str) -> str:
-    """Returns the last side of an equation, and any other text as it is."""
+    """Returns the last side of an equation. Returns any other text unchanged."""
     return text if re.search(r"[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)", text) else text.rpartition("=")[2].strip()
 
 
@@ -115,7 +116,7 @@ def _is_same(found: str, label: str) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """Returns the value of a text that is a number, with a unit or without; None for any other text."""
+    """Returns the value of a text that is a number with or without a unit, or None for any other text."""
     plain = _without_markup(text[:_MAX_CHARACTERS]).strip(" .\n")
     found = _NUMBER.match(plain) if len(text) <= _MAX_CHARACTERS else None
     if found is None:
@@ -125,7 +126,7 @@ def _value(text: str) -> Fraction | None:
         return None
     below, above = int(found["below"] or 1), Fraction(found["above"].replace(",", ""))
     if not below or (below > 1 and (above.denominator > 1 or Fraction(above, below).denominator != below)):
-        return None  # 168/2 is an expression
+        return None  # 168/2 is an expression, not a number
     return (-1 if found["sign"] in ("-", "−") else 1) * above / below
 
 
@@ -159,14 +160,14 @@ def _unjudged(label: str) -> str | None:
 
 
 def check_row(row: Mapping[str, Any], config: FinalAnswerConfig) -> None:
-    """Raises ValueError for a label that it cannot compare."""
+    """Raises ValueError for a label that this reward cannot compare."""
     if (reason := _unjudged(_label(str(row.get("answer", ""))))) is not None:
         raise ValueError(f"{reason}. Use another reward for it, such as math.")
 
 
 SPEC = RewardSpec(
     name="final_answer",
-    summary="1 if the label, written out, is the final answer; a strict shadow of other rewards",
+    summary="1 if the label, written out, is the final answer; a strict shadow reward for other rewards",
     config=FinalAnswerConfig,
     score=score,
     check_row=check_row,

@@ -1,9 +1,9 @@
-"""1 if the response is one thought in think tags and the text after it, else 0.
+"""Returns 1 if the response is one thought in think tags, followed by a text, else 0.
 
-Source: ``think_format_reward`` of TRL (trl/rewards/format_rewards.py), whose pattern is
-``^<think>(?!.*<think>)(.*?)</think>.*$``: the response begins with ``<think>``, has no second ``<think>``, and closes
-it with ``</think>``. With ``opened`` the prompt ends with ``<think>``, as in some chat templates, and the response
-begins after it.
+Source: ``think_format_reward`` of TRL (trl/rewards/format_rewards.py) with the pattern
+``^<think>(?!.*<think>)(.*?)</think>.*$``. So the response begins with ``<think>``, has no second ``<think>``, and
+contains a closing ``</think>``. With ``opened``, the prompt ends with ``<think>``, as in some chat templates, and the
+response begins after this tag.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class FormatThinkConfig(RewardConfig):
-    """Holds the settings of the reward; ``opened`` means that the prompt ends with ``<think>``."""
+    """Holds the settings of the reward. ``opened`` means that the prompt ends with ``<think>``."""
 
     name: str = "format_think"
     opened: bool = False

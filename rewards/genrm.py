@@ -1,8 +1,8 @@
-"""LLM-as-a-judge rewards: models compare a response with a reference, with another answer, or with a rubric.
+"""LLM-as-a-judge rewards: a judge model compares a response with a reference, another answer, or a rubric.
 
-Each form is a preset with a prompt template in ``rewards/judges/`` and a parser. The form "deepeyes" has the weights of
-DeepEyes (arXiv 2505.14362) and its format rule. A verdict counts only if it is the judge's whole text; the source
-accepts a "1" anywhere in it, so that "10" would be right.
+Each form is a preset: a prompt template in ``rewards/judges/`` and a parser. The form "deepeyes" has the weights and
+the format rule of DeepEyes (arXiv 2505.14362). A verdict must be the judge's whole text. The source accepts a "1"
+anywhere in the text, so "10" would be right there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from relax_core.contracts.judge import (
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _TEMPLATES = Path(__file__).parent / "judges"
-_ANSWER_CHARS = 300  # of DeepEyes: a longer answer is malformed
+_ANSWER_CHARS = 300  # DeepEyes' limit in characters; a longer answer is malformed
 _RIGHT, _FORM, _WITH_TOOL = 0.8, 0.2, 1.2  # weights of DeepEyes
 _THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePreset:
-    """Holds a preset: its template, its parser, and the template variables that are required and known."""
+    """Holds a preset: template, parser, and the required (``needs``) and allowed (``knows``) template variables."""
 
     template: str
     parse: str
@@ -65,7 +65,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class GenRmConfig(RewardConfig):
-    """Holds the settings of judges; conf/reward/genrm*.yaml document the values."""
+    """Holds the settings of judges. conf/reward/genrm*.yaml document the values."""
 
     name: str = "genrm"
     timeout_s: float = 150.0
@@ -77,7 +77,7 @@ class GenRmConfig(RewardConfig):
 
 
 def check(config: GenRmConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    """Raises ValueError with all invalid settings and their fixes."""
     problems = []
     if config.form not in FORMS:
         problems.append(f"reward.form={config.form}: use {', '.join(FORMS)}.")
@@ -139,7 +139,7 @@ def _judge_problems(name: str, judge: JudgeConfig, config: GenRmConfig) -> list[
 
 
 def judges(config: GenRmConfig) -> JudgePlan:
-    """Returns the judges; the form provides each template and parser that is not set."""
+    """Returns the judges. The form provides a template or parser that is not set."""
     form = FORMS[config.form]
     return JudgePlan(
         judges={
@@ -157,13 +157,13 @@ def judges(config: GenRmConfig) -> JudgePlan:
 
 
 def check_row(row: Mapping[str, Any], config: GenRmConfig) -> None:
-    """Raises ValueError for a row that names no judge or an unknown judge."""
+    """Raises ValueError if the row names no judge or an unknown judge."""
     if config.route is not None:
         judge_of(row, config)
 
 
 def judge_of(row: Mapping[str, Any], config: GenRmConfig) -> str:
-    """Returns the name of a row's judge: the only one, or the value of the column ``config.route``."""
+    """Returns the name of a row's judge: the only judge, or the value of the column ``config.route``."""
     if config.route is None:
         (only,) = config.judges
         return only
@@ -179,7 +179,7 @@ def judge_of(row: Mapping[str, Any], config: GenRmConfig) -> str:
 
 
 async def score(given: RewardInput, config: GenRmConfig) -> RewardOutput:
-    """Returns the reward of the form; it is None if a required verdict is None."""
+    """Returns the reward of the form. It is None if a required verdict is None."""
     assert isinstance(given, JudgedInput), "a run passes a JudgedInput to a reward with judges"
     judge = judge_of(given.row, config)
     variables = {
@@ -209,7 +209,7 @@ async def _pairwise(given: JudgedInput, judge: str, variables: Mapping[str, str]
 
 
 async def _rubric(given: JudgedInput, judge: str, variables: Mapping[str, str], config: GenRmConfig) -> RewardOutput:
-    """Returns the weighted share of the criteria that are met, at least 0; negative weights are for faults."""
+    """Returns the weighted share of the criteria that are met, at least 0. Negative weights are for faults."""
     weights = config.rubric
     verdicts = await asyncio.gather(
         *(given.judges.ask(judge, {**variables, "criterion": criterion}) for criterion in weights)
@@ -222,7 +222,7 @@ async def _rubric(given: JudgedInput, judge: str, variables: Mapping[str, str], 
 
 
 async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]) -> RewardOutput:
-    """Returns 0.8 × right + 0.2 × form (0, or -1 if malformed) + 1.2 if the answer is right and a tool was used."""
+    """Returns 0.8 × right + 0.2 × form (0, or -1 if malformed), + 1.2 if the answer is right and a tool was used."""
     texts = given.turns or [given.response]
     answer = variables["response"].rpartition("<answer>")[2].partition("</answer>")[0].strip()
     whole = "".join(texts)
@@ -250,7 +250,10 @@ async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]
 
 
 def _output(verdicts: list[Verdict], combined: Any) -> RewardOutput:
-    """Returns the output that ``combined`` computes from the verdicts' values; no reward if a value is missing."""
+    """Returns the output that ``combined`` computes from the values of verdicts.
+
+    The reward is None if a value is missing.
+    """
     why = "; ".join(verdict.description for verdict in verdicts)
     missing = next((verdict for verdict in verdicts if verdict.value is None), None)
     if missing is not None:
@@ -260,7 +263,7 @@ def _output(verdicts: list[Verdict], combined: Any) -> RewardOutput:
 
 
 def _question(given: JudgedInput) -> str:
-    """Returns the row's question: its text, or its messages with their roles if there are several."""
+    """Returns the row's question: its text, or several messages with their roles."""
     prompt = given.row.get("prompt", "")
     if isinstance(prompt, str):
         return prompt

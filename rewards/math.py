@@ -1,24 +1,25 @@
-r"""Math answers by math-verify: compares the response's last ``\boxed{}`` or last expression with the reference.
+r"""Scores math answers with math-verify: compares the last ``\boxed{}`` or the last expression with the reference.
 
-Only the text after the last ``</think>`` counts; a response whose ``<think>`` never closes has no answer. ``\fbox`` is
-a box, too.
+Only the text after the last ``</think>`` is read. A response with an unclosed ``<think>`` has no answer. ``\fbox`` is
+also a box.
 
-math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process.
-math-verify also evaluates text; `no_evaluation` replaces some of these functions and makes the others raise an error.
+math-verify parses with sympy, and sympy can hang or fail on odd input. Therefore this reward runs in a separate
+process. math-verify also evaluates text as code. `no_evaluation` replaces some of these functions and makes all others
+raise an error.
 
-``rule=boxed`` is the rule ``math`` of slime and verl (slime/rollout/rm_hub/math_utils.py, ``grade_answer_verl``): it
-compares the last box by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not 1/2; a response
-without a box is wrong. A label without an answer gives no reward with this rule, too; the source gives 0.
+``rule=boxed`` is the rule ``math`` of slime and verl (slime/rollout/rm_hub/math_utils.py, ``grade_answer_verl``). It
+compares the last box by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not 1/2. A response
+without a box is wrong. A label without an answer gives no reward; the source gives 0.
 
-Departures of both rules: the sources also read boxes inside the thinking. Departures from math-verify: it joins
-neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for
-``10^{-21}``, because their difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here
-``28\%`` and ``28%`` are the same.
+Departures of both rules: boxes inside the thinking are ignored; the sources read them. Further departures correct
+errors of math-verify. math-verify joins neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and
+``0.\overline{3}`` as 0, and cannot read ``\boxed{28\%}``. math-verify treats ``10^{-20}`` and ``10^{-21}`` as equal,
+because their difference is small (see `rewards.mathematics.magnitude`). Here ``28\%`` and ``28%`` are the same.
 
-For a label that is a number, a response that only evaluates to it is wrong (`rewards.mathematics.literals`): "72 + 12"
-is no answer to "What is 72 + 12?". If only one side has a percent sign, the written numbers are compared: 84% is right
-for 84, and 8400% is wrong. ``evaluate`` restores math-verify's rule, which accepts any expression and also a hundredth
-of the percentage.
+If the label is a number, a response that only evaluates to this number is wrong (`rewards.mathematics.literals`): "72 +
+12" is not accepted as the answer to "What is 72 + 12?". If only one side has a percent sign, the written numbers are
+compared: for the label 84, 84% is right and 8400% is wrong. ``evaluate`` restores math-verify's rule. It accepts any
+expression, and it reads a percentage also as a hundredth of its number.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _MIXED = re.compile(
     rf"(?<![\w.,\\^/}}])(\d{{1,15}}){_SPACE}(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.,]*[\d/^!])", re.ASCII
 )
 _PERIODIC = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{\s*(\d{1,15})\s*\}", re.ASCII)
-_FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
+_FINAL_ANSWER_MARK = "####"  # a GSM8K label is the worked solution, this mark and the final answer
 
 
 @dataclass(frozen=True)
 class MathConfig(RewardConfig):
-    """Holds the settings of the math reward; ``rule`` is math_verify or boxed.
+    """Holds the settings of the math reward. ``rule`` is math_verify or boxed.
 
-    With ``evaluate``, an expression that evaluates to the label's number is right, too.
+    With ``evaluate``, an expression that evaluates to the label's number is also right.
     """
 
     name: str = "math"
@@ -64,14 +65,14 @@ def prepare() -> None:
     """Imports math-verify before the first answer is scored, because the import takes seconds."""
     import math_verify  # noqa: F401
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its own timeout is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its timeout is off
 
 
 @evaluates_no_text
 def score(given: RewardInput, config: MathConfig) -> RewardOutput:
-    """Returns 1 if the response's answer equals the reference, else 0, and None if the reference cannot be parsed.
+    """Returns 1 if the response's answer equals the reference, else 0. Returns None if the reference cannot be parsed.
 
-    With math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises the
+    With math-verify, the reward is also 0 if the response was cut at the token limit before a boxed answer. Raises the
     errors of math-verify.
     """
     text = answer_after_thinking(given.response)
@@ -113,13 +114,16 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
 
 
 def _formula(text: str) -> str:
-    """Returns a text between LaTeX delimiters, which math-verify needs, with the percent sign after them."""
+    """Returns a text between LaTeX delimiters, which math-verify needs.
+
+    A percent sign is moved after the delimiters.
+    """
     text = text if "$" in text else f"${_PERCENT.sub('%', text)}$"
     return _PERCENT_IN_FORMULA.sub(r"\1%", text)
 
 
 def _as_fractions(text: str) -> str:
-    r"""Returns a text with 8/3 for ``2 2/3``, and 3/9 for ``0.\overline{3}``."""
+    r"""Replaces ``2 2/3`` by 8/3 and ``0.\overline{3}`` by 1/3 in a text."""
 
     def fraction(mixed: re.Match[str]) -> str:
         whole, above, below = map(int, mixed.groups())
@@ -137,8 +141,8 @@ def _as_fractions(text: str) -> str:
 def is_equal(reference: Sequence[Any], found: Sequence[Any], *, evaluate: bool) -> bool:
     """Returns whether the values that math-verify parsed are equal.
 
-    If one side has a percent sign, its number is compared: 28% is right for 28, and 8400% is wrong for 84. With
-    ``evaluate`` a hundredth of the number also counts.
+    A percentage is compared by its number: 28% is right for 28, and 8400% is wrong for 84. With ``evaluate``, a
+    hundredth of the number is also right.
     """
     numbers = [_without_percent(value[0]) for value in (reference, found)]
     if numbers == [None, None]:
@@ -161,7 +165,7 @@ def _is_same(reference: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _without_percent(value: Any) -> Any:
-    """Returns the number before a percent sign, as math-verify parses it; None without the sign."""
+    """Returns the number before a percent sign, parsed by math-verify, or None without a percent sign."""
     import sympy
 
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
@@ -170,7 +174,10 @@ def _without_percent(value: Any) -> Any:
 
 
 def _score_boxed(label: str, boxed: str | None, row: Mapping[str, Any] | None) -> RewardOutput:
-    """Scores by slime's and verl's rule; without ``row``, an expression that only evaluates to the label is right."""
+    """Scores by the rule of slime and verl.
+
+    Without ``row``, an expression that only evaluates to the label is right.
+    """
     wanted = boxed_label(label)
     if wanted is None:
         return RewardOutput(reward=None, reason=_unreadable(label))
@@ -193,13 +200,16 @@ def check_row(row: Mapping[str, Any], config: MathConfig) -> None:
 
 
 def right_answers(label: str, config: MathConfig) -> list[str]:
-    """Returns the label's answer in a box; with math-verify also in a sentence without a box, if it is letters only."""
+    """Returns right answers for a label: the label in a box.
+
+    For math-verify and a label of only letters, also returns a sentence without a box.
+    """
     alone = [f"The answer is {label}."] if config.rule == "math_verify" and label.replace(" ", "").isalpha() else []
     return [*boxed_answers(label), *alone]
 
 
 def check(config: MathConfig) -> None:
-    """Raises ValueError for an unknown rule, and if the package is missing that parses LaTeX for ``rule=boxed``."""
+    """Raises ValueError if the rule is unknown, or if the package that parses LaTeX for ``rule=boxed`` is missing."""
     if config.rule not in ("math_verify", "boxed"):
         raise ValueError(f"reward.rule={config.rule}: use math_verify or boxed.")
     if config.rule == "boxed":
@@ -209,7 +219,7 @@ def check(config: MathConfig) -> None:
 def _written(found: Sequence[object]) -> str:
     """Returns the answer as written in the response.
 
-    math-verify puts the parsed expression first; printing it could take as long as computing it.
+    math-verify returns the parsed expression first, but printing an expression could take very long.
     """
     return "".join(next((text for text in reversed(found) if isinstance(text, str)), "").split())
 

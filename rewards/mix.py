@@ -1,8 +1,8 @@
-"""The weighted sum of other rewards; ``reward.parts`` sets their names, weights and settings.
+"""Computes the weighted sum of rewards. ``reward.parts`` sets their names, weights and settings.
 
-A part is left out of the sum if its ``when`` does not match the row, or if it is ``optional`` and has no reward. If
-any other part has no reward, the sum has none either. The first part in the sum determines whether the answer is exact
-and which answer an evaluation counts votes for.
+A part is left out of the sum if its ``when`` does not match the row, or if it is ``optional`` and gives no reward. If
+any other part gives no reward, the sum is no reward. The first part in the sum decides whether the answer is exact, and
+which answer is counted in the majority vote of an evaluation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class MixConfig(RewardConfig):
-    """Holds the settings of the reward; ``parts`` holds its parts."""
+    """Holds the settings of the reward. ``parts`` are the settings of its parts."""
 
     name: str = "mix"
 
 
 def combine(given: RewardInput, outputs: Mapping[str, RewardOutput], config: MixConfig) -> RewardOutput:
-    """Returns the sum of weight × reward over ``outputs``, the parts by label; no reward without any part."""
+    """Returns the sum of weight × reward over ``outputs`` (label → output). Without any output there is no reward."""
     used = [(part.weight, outputs[part.label]) for part in reward_parts(config) if part.label in outputs]
     if not used:
         return RewardOutput(reward=None, reason="no part of reward.parts has a reward for this row")

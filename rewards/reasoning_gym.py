@@ -1,8 +1,8 @@
-"""The score of the package reasoning-gym for an answer to a question of data=reasoning_gym.
+"""Scores answers to questions of data=reasoning_gym with the package reasoning-gym.
 
-For some tasks the package evaluates the answer as Python: lists, and formulas by sympy. An answer that contains
-anything other than a formula or a list is not evaluated and has no reward. The sandbox limits the remaining risk; each
-answer is scored in its own process.
+For some tasks the package evaluates the answer as Python: lists, and formulas by sympy. Answers with anything other
+than a formula or a list are not evaluated and get no reward. The sandbox limits the remaining risk: each answer is
+scored in a separate process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINKING_ENDS = "</think>"
-_SHOWN = 100  # characters of a refused answer
-_TEXTS = ("<string>", "<lambdifygenerated")  # file names of programs that eval, exec or sympy compiles from text
+_SHOWN = 100  # limit of a refused answer in a message
+_TEXTS = ("<string>", "<lambdifygenerated")  # file names of code objects that eval, exec or sympy compiles from text
 # Functions that sympy writes around numbers and names, and functions that formulas in answers may call.
 _FUNCTIONS = frozenset(
     [
@@ -39,22 +39,22 @@ _NODES = (
 
 @dataclass(frozen=True)
 class ReasoningGymConfig(RewardConfig):
-    """Holds the settings of the reward; ``timeout_s`` is the limit per answer in seconds."""
+    """Holds the settings of the reward. ``timeout_s`` is the limit per answer in seconds."""
 
     name: str = "reasoning_gym"
     timeout_s: float = 10.0
 
 
 class _Watch:
-    """Refuses programs among the texts that this process compiles while `on` is true; `found` is the first of them.
+    """While `on` is true, refuses to compile texts that are programs. `found` is the first refused text.
 
-    It allows programs that sympy itself compiles: imports of its names, and functions without text of an answer.
+    It allows code that sympy compiles for itself: imports of names, and functions that contain no text of an answer.
     """
 
     def __init__(self) -> None:
         from sympy.polys.monomials import MonomialOps
 
-        lambdify = sys.modules["sympy.utilities.lambdify"]  # the package has its function by the same name
+        lambdify = sys.modules["sympy.utilities.lambdify"]  # the package also exports a function with this name
         commands = (name for *_, of_module in lambdify.MODULES.values() for name in of_module)
         self._imports = frozenset([*commands, "from sympy import *"])
         self._own = MonomialOps._build.__code__
@@ -82,14 +82,14 @@ _watch = lru_cache(maxsize=1)(_Watch)
 
 
 def _is_formula(program: str | ast.AST, *, generated: bool) -> bool:
-    """Returns whether a program has only numbers, names, texts, lists, operators and the functions of formulas.
+    """Returns whether a text has only numbers, names, strings, lists, operators and functions of formulas.
 
-    A program that sympy has ``generated`` may define a function.
+    Code that sympy has ``generated`` may define a function.
     """
     try:
         tree = program if isinstance(program, ast.AST) else ast.parse(program.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True  # it cannot be compiled either
+        return True  # such a text cannot be compiled either
     for node in ast.walk(tree):
         if not isinstance(node, (*_NODES, *_OF_LAMBDIFY) if generated else _NODES):
             return False
@@ -109,9 +109,9 @@ def prepare() -> None:
 
 
 def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
-    """Returns the package's score, from 0 to 1, of the last text in <answer> tags, or else of the whole response.
+    """Returns the package's score, from 0 to 1, for the last text in <answer> tags, else for the whole response.
 
-    Thinking does not count. Raises ValueError for a row of another data source.
+    Thinking is ignored. Raises ValueError for a row of another data source.
     """
     if (row := given.row.get("reasoning_gym")) is None:
         raise ValueError("the row has no key reasoning_gym: use reward=reasoning_gym with data=reasoning_gym")
@@ -133,7 +133,7 @@ def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
 
 @lru_cache(maxsize=256)
 def _question(row: str) -> tuple[Any, Any]:
-    """Returns a row's data set and its question; cached, because the answers of a group follow each other."""
+    """Returns a row's data set and its question. The result is cached for the following answers of the group."""
     of = json.loads(row)
     questions = _questions(json.dumps([of["task"], of["seed"], of["size"], of["arguments"]]))
     return questions, questions[of["index"]]

@@ -1,14 +1,15 @@
-"""The score of an external server, by JSON over HTTP.
+"""Requests the score of an answer from an external server, by JSON over HTTP.
 
-A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other
-columns of the data row; slime's ``remote_rm`` sends the first three. It is valid JSON: a number that is not finite is
-null, bytes are base64, and other values without a JSON type, such as dates, are texts. The server's answer is a number,
-or an object with ``score``, optionally ``exact``, ``why``, ``reason``, and further numbers, which become parts.
+A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``. ``metadata`` has the other columns of
+the data row. slime's ``remote_rm`` sends only the first three fields. The request is valid JSON: a number that is not
+finite becomes null, bytes become base64, and other values without a JSON type, such as dates, become texts. The
+server's answer is a number or an object with ``score``, optionally ``exact``, ``why``, ``reason``, and further numbers,
+which become parts of the reward.
 
-A request with status 5xx, 408 or 429 or a refused connection is sent again, with growing waits within ``timeout_s``;
-after that there is no reward. Any other 4xx means that the request is wrong for every answer, so it ends the run. The
-source retries ten times, up to two minutes each, and then ends the run. A redirect is not followed and ends the run. At
-most 64 requests are in flight.
+After a status 5xx, 408 or 429 or a refused connection, the request is repeated with growing pauses until ``timeout_s``;
+then there is no reward. Any other 4xx ends the run, because it would occur for every answer. The source retries ten
+times, up to two minutes each, and then ends the run. A redirect is not followed and ends the run. At most 64 requests
+are in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, RewardUnusable
 
-_USED = 0.9  # share of timeout_s for requests and waits, so that the cause is reported before the call is cancelled
+_USED = 0.9  # share of timeout_s for requests and pauses, to report the cause before the call is cancelled
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _BUSY = (408, 429)
 _MAX_BYTES = 1 << 20
@@ -33,7 +34,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class RemoteConfig(RewardConfig):
-    """Holds the settings of the reward: the server's URL, and the environment variable with its bearer token."""
+    """Holds the settings of the reward: the server's URL, and the environment variable with the bearer token."""
 
     name: str = "remote"
     url: str = ""
@@ -41,11 +42,11 @@ class RemoteConfig(RewardConfig):
 
 
 class _Again(Exception):
-    """A failure after which the server may still answer; the text is the cause."""
+    """A request failed, but a retry may succeed. The text of the exception is the cause."""
 
 
 async def score(given: RewardInput, config: RemoteConfig) -> RewardOutput:
-    """Returns the server's score; None if it gives none in time. Raises `RewardUnusable` for a status of 4xx."""
+    """Returns the server's score, or None if it gives none in time. Raises `RewardUnusable` for a status of 4xx."""
     import aiohttp
 
     loop = asyncio.get_running_loop()
@@ -87,7 +88,7 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
         shown = bytes(content[:_SHOWN]).decode(errors="replace")
         if answer.status >= 500 or answer.status in _BUSY:
             raise _Again(f"status {answer.status}: {shown}")
-        if 300 <= answer.status < 400:  # the token and the answer must go to no other address
+        if 300 <= answer.status < 400:  # token and answer must not be sent to another address
             raise RewardUnusable(
                 f"reward.url={config.url}: the server redirects the request, with status {answer.status}. Set the "
                 "address that answers without a redirect."
@@ -101,7 +102,7 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a value that JSON can hold: numbers and bytes are converted at any depth."""
+    """Converts numbers and bytes at any depth to values that JSON supports."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, bytes | bytearray):
@@ -114,7 +115,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
-    """Returns the score in a response body, or no reward if it has none."""
+    """Returns the score in a response body, or no reward if the body has no score."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -138,7 +139,7 @@ def _is_number(value: Any) -> Any:
 
 
 def check(config: RemoteConfig) -> None:
-    """Raises ValueError for an invalid URL, and for an environment variable that is not set."""
+    """Raises ValueError if the URL is invalid or the environment variable is not set."""
     if not config.url.startswith(("http://", "https://")):
         raise ValueError(
             f"reward.url={config.url!r}: the server's URL, such as reward.url=http://127.0.0.1:8000/score."

@@ -1,4 +1,4 @@
-"""A penalty for repeated n-grams of words: 0 without repetition, ``max_penalty`` as the limit.
+"""Computes a penalty for repeated n-grams of words: from 0 without repetition to ``max_penalty``.
 
 Source: ``get_repetition_penalty_reward`` of open-r1 (src/open_r1/rewards.py), after Demystifying Long Chain-of-Thought
 Reasoning (arXiv 2502.03373): (1 - different n-grams / all n-grams) × ``max_penalty``, over lower-case words separated
@@ -15,7 +15,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class RepetitionConfig(RewardConfig):
-    """Holds the settings of the reward: the n-gram's number of words, and the reward of pure repetition."""
+    """Holds the settings of the reward: the number of words in an n-gram, and the reward of pure repetition."""
 
     name: str = "repetition"
     ngram_size: int = 3
@@ -23,7 +23,7 @@ class RepetitionConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: RepetitionConfig) -> RewardOutput:
-    """Returns the penalty, from ``max_penalty`` to 0; exact if no n-gram is repeated."""
+    """Returns the penalty, from ``max_penalty`` to 0. It is exact if no n-gram is repeated."""
     words = given.response.lower().split()
     grams = list(zip(*(words[start:] for start in range(config.ngram_size)), strict=False))
     different = len(set(grams))

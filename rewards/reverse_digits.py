@@ -1,4 +1,4 @@
-"""Partial credit for an answer of fixed length: the share of right characters and the length match."""
+"""Gives partial credit for an answer of fixed length: the share of right characters and the length match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LENGTH_SHARE = 0.2
 
 @dataclass(frozen=True)
 class ReverseDigitsConfig(RewardConfig):
-    """Holds the settings of the reverse-digits reward; ``timeout_s`` is the limit per answer in seconds."""
+    """Holds the settings of the reverse-digits reward. ``timeout_s`` is the limit per answer in seconds."""
 
     name: str = "reverse_digits"
     timeout_s: float = 1.0
@@ -20,9 +20,9 @@ class ReverseDigitsConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
-    """Returns 0.8 × share of right characters + 0.2 × length match; only the exact answer has reward 1.
+    """Returns 0.8 × share of right characters + 0.2 × length match. Only the exact answer has the reward 1.
 
-    A response that the token limit cut counts as one character longer, so that it is never exact.
+    A response that was cut at the token limit is treated as one character longer, so it is never exact.
     """
     answer = given.answer
     response = given.response if given.response == answer else given.before_stop

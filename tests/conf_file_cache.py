@@ -8,7 +8,7 @@ from typing import Any
 
 
 def remember_conf_files() -> None:
-    """Wraps the methods of Hydra that read and merge files; each caller gets a copy.
+    """Wraps the methods of Hydra that read and merge files. Each caller gets a copy.
 
     A new entry in Hydra's ConfigStore may replace files, so it clears the cache.
     """

@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 SCRATCH = pytest.StashKey[Scratch]()
 
-# As in `make test`: one thread, for reproducible bits and shared cores. Set here, because other conftests import torch.
+# Like `make test`: one thread, for reproducible bits and shared cores. It is set here because other conftests import
+# torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Ray reads it when it is imported, which the conftest of a folder that pytest is given does before `pytest_configure`.
+# Ray reads this variable on import. The conftest of a folder on pytest's command line imports Ray before
+# `pytest_configure`.
 os.environ["RAY_AUTH_MODE"] = "token"
 
 # A shell ignores SIGINT in background processes, and nohup ignores SIGHUP; children would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples each time, on machines of any speed, so that a failure comes from a change of the code.
+# Each session uses the same examples, on machines of any speed. So a failure comes from a change of the code.
 # `--hypothesis-profile=default` draws new examples.
 settings.register_profile(
     "relax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -44,7 +46,7 @@ settings.load_profile("relax")
 
 
 def hands_tests_to_workers(config: pytest.Config) -> bool:
-    """Returns whether this is the controller of `pytest -n 2`, which runs no test; each worker has its own scratch."""
+    """Returns whether this is the controller of `pytest -n 2`. It runs no test; each worker has a separate scratch."""
     return not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
 
 
@@ -66,7 +68,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
-    """Divides the tests as defined in `tests/workers.py`, for every ``--dist``."""
+    """Divides the tests between workers as `tests/workers.py` defines, for every ``--dist``."""
     from tests.workers import GroupScheduling
 
     config.option.loadscopereorder = False  # `pytest_collection_modifyitems` sets the order
@@ -74,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the tests of a worker into the order in which their groups begin."""
+    """Sorts the tests of a worker by the order of their groups."""
     if hasattr(config, "workerinput"):
         from tests.workers import place_of
 
@@ -89,7 +91,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Checks that no folder, shared memory or process of a test outlives the session. Its teardown runs last."""
+    """Checks that no folder, shared memory or process of a test outlives the session. This teardown runs last."""
     yield
     left = pytestconfig.stash[SCRATCH].left()
     assert not left, "tests left behind:\n" + "\n".join(left)
@@ -97,7 +99,7 @@ def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
-    """Ends the process from which `tests/train/rank_server.py` forks ranks, and idle spare engines."""
+    """Ends the server process of `tests/train/rank_server.py`, and idle spare engines."""
     yield
     if "tests.train.rank_server" in sys.modules:
         from tests.train.rank_server import SERVER
@@ -111,7 +113,7 @@ def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_reward_checks() -> None:
-    """Limits the check of a reward before a start to its first rows, because hundreds of tests pass it."""
+    """Limits the check of a reward before a start to its first rows, because hundreds of tests run this check."""
     from relax_core.plan import reward_check
 
     reward_check.LIMIT_S = 0.0
@@ -119,7 +121,7 @@ def short_reward_checks() -> None:
 
 @pytest.fixture(scope="session")
 def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Starts Ray on this machine as a run does, with token authentication and a fork server; yields its address."""
+    """Starts Ray on this machine like a run, with token authentication and a fork server. Yields Ray's address."""
     import ray
     from ray._private import node
 
@@ -160,7 +162,7 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Yields a function that mounts a file system of a size such as 1m, or skips the test without the permission."""
+    """Yields a function that mounts a file system of a size such as 1m. Skips the test without permission to mount."""
     disk = tmp_path / "disk"
 
     def make(size: str) -> Path:

@@ -1,10 +1,10 @@
-"""Waits without a deadline that cannot hang, with the reason of each, for `tests/test_deadlines.py`."""
+"""Lists waits without a deadline that cannot hang, each with its reason, for `tests/test_deadlines.py`."""
 
 from __future__ import annotations
 
 # (file, function) → why it cannot hang. The test fails for unnecessary entries.
 REASONS = {
-    # An idle thread or task: waits for its end have deadlines, and it ends with its process.
+    # An idle thread or task. Waits for its end have deadlines, and the thread or task ends with its process.
     (
         "relax_core/bus/journal.py",
         "Journal._write_forever",
@@ -38,7 +38,7 @@ REASONS = {
         "relax_core/rollout/rewards/reward_audit.py",
         "audit_reward",
     ): "each answer has reward.timeout_s, by the pool, as in a run",
-    # A session of an env in a separate task: the call that waits for it has env.step_timeout_s and ends it.
+    # A session of an env in a separate task. The call that waits for the task has env.step_timeout_s and ends the task.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.open"): "reset has the deadline of a call of the env",
     (
         "envs/tool_servers/mcp_sessions.py",
@@ -103,13 +103,13 @@ REASONS = {
         "ForwardWorker._end",
     ): "flushes the log's file: no other process",
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
-    # The answering side has deadlines and ends this wait also on failure.
+    # The responding side has deadlines and ends this wait also on failure.
     (
         "relax_core/rollout/episodes/group_player.py",
         "GroupPlayer._end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
-    # `AgentHost.played` has the deadlines of an attempt and cancels these waits; a guard ends its agent within GRACE_S
-    # and its own limit, and a separate task waits for this end.
+    # `AgentHost.played` has the deadlines of an attempt and cancels these waits. A guard ends its agent within GRACE_S
+    # plus a limit of the guard, and a separate task waits for this end.
     (
         "relax_core/rollout/agent_processes/agent_process.py",
         "AgentProcess.wait",
@@ -261,7 +261,7 @@ REASONS = {
     ): "makes or finds model folders: file work, no other process",
     ("relax_core/control/local_run.py", "_in_session"): "the same",
     ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
-    # TransferQueue: the coroutine of a call has the deadline, and callers wait for the coroutine.
+    # TransferQueue: the coroutine of a call has a deadline, and callers wait for the coroutine.
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient._guarded"): "after done(): the task has ended",
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.get"): "runs inside of _guarded()",
     (

@@ -1,8 +1,8 @@
-"""Finds calls that may wait without a deadline: a checker over the syntax tree, used by tests/test_deadlines.py.
+"""Finds calls that may wait without a deadline, in the syntax tree. tests/test_deadlines.py uses this checker.
 
 A call is bounded if it has a deadline (keyword or positional), if it does not block, or if it is inside of ``async with
-asyncio.timeout(…)``. ``timeout=None`` is no deadline. Collectives use the deadline of their group, so the creation of
-groups is checked.
+asyncio.timeout(…)``. ``timeout=None`` does not count as a deadline. Collectives use the deadline of their group, so the
+checker checks the creation of groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Dotted name → the keyword of the deadline, and the number of positional arguments that include it.
+# Dotted name → the keyword of the deadline, and the number of positional arguments that include the deadline.
 FUNCTIONS: dict[str, tuple[str, int | None]] = {
     "ray.get": ("timeout", None),
     "ray.wait": ("timeout", None),
@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, tuple[str, int | None]] = {
     "http.client.HTTPSConnection": ("timeout", 3),
     "aiohttp.ClientSession": ("timeout", None),
     "asyncio.wait": ("timeout", None),
-    "asyncio.wait_for": ("", None),  # Python 3.11's drops a cancellation that comes together with the value
+    "asyncio.wait_for": ("", None),  # in Python 3.11 it drops a cancellation that comes with the value
     "asyncio.timeout": ("delay", 1),
     "asyncio.gather": ("", None),
     "select.select": ("timeout", 4),
@@ -55,13 +55,13 @@ METHODS: dict[str, int] = {
     "recv_bytes": 99,
     "accept": 99,
 }
-NOT_WAITING = ("block", "blocking")  # keywords whose value False means that the call does not wait
+NOT_WAITING = ("block", "blocking")  # with False for such a keyword, the call does not wait
 STREAMS = ("stdin", "stdout", "stderr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Holds a call that may wait without a deadline. ``function`` is the qualified name of its function."""
+    """Holds a call that may wait without a deadline. ``function`` is the qualified name of the calling function."""
 
     file: str
     function: str
@@ -96,7 +96,7 @@ class _Visitor(ast.NodeVisitor):
 
     def _visit_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         self._scope.append(node.name)
-        bounded, self._bounded = self._bounded, 0  # the body runs when it is called, outside of the deadline
+        bounded, self._bounded = self._bounded, 0  # the body runs at a later call, outside the deadline
         self.generic_visit(node)
         self._bounded = bounded
         self._scope.pop()
@@ -124,7 +124,7 @@ class _Visitor(ast.NodeVisitor):
         for item in node.items:
             call = item.context_expr
             if isinstance(call, ast.Call) and self._dotted(call.func).endswith("PoolExecutor"):
-                self._found(call, f"with {ast.unparse(call)}")  # its exit waits for running tasks
+                self._found(call, f"with {ast.unparse(call)}")  # the exit of the block waits for running tasks
         self.generic_visit(node)
 
     def visit_Await(self, node: ast.Await) -> None:
@@ -155,7 +155,7 @@ class _Visitor(ast.NodeVisitor):
             return "LOCK_NB" not in flags and "LOCK_UN" not in flags
         if not isinstance(node.func, ast.Attribute):
             return False
-        if last == "shutdown":  # of an executor; ray.shutdown and serve.shutdown have no such argument
+        if last == "shutdown":  # an executor's shutdown; ray.shutdown and serve.shutdown have no such argument
             return not name.startswith(("ray.", "serve.")) and _keyword(node, "wait") != "False"
         if last in ("read", "readline", "readlines"):
             return isinstance(node.func.value, ast.Attribute) and node.func.value.attr in STREAMS
@@ -168,7 +168,7 @@ class _Visitor(ast.NodeVisitor):
         return not _has_deadline(node, "timeout", METHODS[last])
 
     def _dotted(self, function: ast.expr) -> str:
-        """Returns the dotted name with imports resolved: after ``from subprocess import run``, ``run`` is
+        """Returns the dotted name with resolved imports: after ``from subprocess import run``, ``run`` is
         "subprocess.run".
         """
         parts: list[str] = []
@@ -205,5 +205,5 @@ def _is_class(node: ast.expr) -> bool:
 
 
 def _is_remote_call(node: ast.expr) -> bool:
-    """Returns whether this is ``worker.method.remote(…)``, whose answer comes only if its process lives."""
+    """Returns whether this is ``worker.method.remote(…)``. Its result arrives only if the worker's process lives."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "remote"

@@ -1,4 +1,4 @@
-"""Lists the public docstrings of Relax, and those whose first sentence has no verb.
+"""Lists the public docstrings of Relax, and finds docstrings without a verb in the first sentence.
 
 python -m tests.docstrings --sample 60 --seed 13     # prints a random sample for a reader
 """
@@ -30,7 +30,7 @@ def public_docstrings() -> Iterator[tuple[str, str]]:
 
 
 def has_verb(text: str) -> bool:
-    """Returns whether the first sentence opens with a verb in the third person or contains a known verb."""
+    """Returns whether the first sentence begins with a verb in the third person or contains a known verb."""
     first = re.split(r"(?<=\.)\s", text)[0]
     return OPENS_WITH_A_VERB.match(text) is not None or VERB.search(first) is not None
 

@@ -1,4 +1,4 @@
-"""Makes a folder of the example family in docs/plugins/vision_family.md: the tiny Qwen3-VL under another model_type."""
+"""Makes a folder of the example family in docs/plugins/vision_family.md: tiny Qwen3-VL with another model_type."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.families.architecture import VisionTower
 from relax_core.families.vision_tower import ItemRows, image_rows, video_rows
 
-IMAGE, VIDEO, START, END = 90, 91, 92, 93  # token ids of the tower below
+IMAGE, VIDEO, START, END = 90, 91, 92, 93  # token ids for the tower below
 TOWER = VisionTower(
     vision=Vision(prefix="model.visual.", model="", config="", shapes=lambda config: {}),
     config={},
@@ -33,7 +33,7 @@ TOWER = VisionTower(
 
 
 def image_item(height: int, width: int, *, seed: int = 0, folder: Path | None = None) -> MediaItem:
-    """Returns an image of ``height`` × ``width`` rows; its file is written if a folder is given."""
+    """Returns an image of ``height`` × ``width`` rows. Writes its file if a folder is given."""
     return item_of(TOWER, _pixels(1, height, width, seed), folder=folder)
 
 
@@ -54,7 +54,7 @@ def item_of(
 ) -> MediaItem:
     """Makes the item of ``frames``, uint8 ``[frames, height, width, 3]``, and writes its file if a folder is given.
 
-    It is a video with ``stamps``, the tokens of each time stamp, otherwise an image.
+    With ``stamps`` (the tokens of each time stamp) the item is a video, otherwise an image.
     """
     grid = grid_of(tower, frames)
     rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
@@ -76,7 +76,7 @@ def item_of_rows(
     seconds: float,
     folder: Path | None,
 ) -> MediaItem:
-    """Makes the item of rows and tensors: ``frames``, ``features`` or both."""
+    """Makes an item from rows and tensors: ``frames``, ``features`` or both."""
     frames, features = tensors.get("frames"), tensors.get("features")
     fractional = rows.offsets.dtype.kind == "f"
     item = MediaItem(

@@ -12,7 +12,7 @@ BLOCKS = (1 << 20, 4096, 1)
 
 @contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Fills ``disk`` completely while the block runs."""
+    """Keeps ``disk`` completely full while the block runs."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in BLOCKS:
@@ -27,7 +27,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(ledger: Path) -> Iterator[None]:
-    """Holds the write lock of ``ledger`` while the block runs."""
+    """Keeps the write lock of ``ledger`` while the block runs."""
     with closing(sqlite3.connect(ledger, timeout=60, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         yield

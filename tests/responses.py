@@ -1,4 +1,4 @@
-"""Makes responses of an engine's client from plain lists, and scored episodes of one turn."""
+"""Makes responses of an engine client from plain lists, and scored episodes of one turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def response(
     response_experts: np.ndarray | None = None,
     kept: KeptTokens | None = None,
 ) -> Generated:
-    """Returns a response. ``versions``: one for each token, or one for all. ``logprobs``: -0.5 by default."""
+    """Returns a response. ``versions``: one per token, or one for all tokens. ``logprobs``: -0.5 by default."""
     arrays = [
         np.array(ids, dtype=np.int32),
         np.array([-0.5] * len(ids) if logprobs is None else logprobs, dtype=np.float32),
@@ -55,7 +55,7 @@ def response(
 
 
 class NoText:
-    """A tokenizer for responses whose text no test reads."""
+    """A tokenizer for tests that never read the text of responses."""
 
     stop_token_ids: Sequence[int] = ()
 
@@ -70,7 +70,7 @@ def scored(
     index: int = 0,
     prompt_ids: Sequence[int] = (1, 2, 3),
 ) -> list[EpisodeRecord]:
-    """Returns the scored one-turn episodes of group ``index``; ``rewards`` are in the order of the responses."""
+    """Returns the scored one-turn episodes of group ``index``. ``rewards`` are in the order of the responses."""
     uid = group_uid(index)
     request = PromptRequest(rid=uid, input_ids=list(prompt_ids), sampling_seed=0)
     episodes = one_turn_episodes(uid, request, responses, tokenizer=NoText())  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def scored(
 
 
 def admitted(index: int, row: DataRow, *, rid: str, evaluation: str = "") -> AdmittedPrompt:
-    """Returns an admitted group of an env that opens its own episodes; its data row is row ``index``."""
+    """Returns an admitted group of an env that opens episodes by itself. The group's data row is row ``index``."""
     request = PromptRequest(rid=rid, input_ids=[], sampling_seed=0)
     return AdmittedPrompt(index=index, row=row, where=f"row {index}", request=request, evaluation=evaluation)
 
@@ -99,7 +99,7 @@ def content(generated: Generated) -> dict[str, object]:
 
 
 def check_arrays(generated: Generated, *, ids: Sequence[int], versions: Sequence[int]) -> None:
-    """Asserts these ids and versions in read-only arrays of the contract's types, with a log-prob for each token."""
+    """Asserts these ids and versions, read-only arrays of the contract's types, and one log-prob per token."""
     for array, dtype in (
         (generated.output_ids, np.int32),
         (generated.logprobs, np.float32),

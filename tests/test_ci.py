@@ -1,4 +1,4 @@
-"""`.ci/run` ends at the first stage that fails, and prints the seconds of each stage."""
+"""Tests that `.ci/run` ends at the first stage that fails, and prints the seconds of each stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without one of these, its tests are skipped.
+# Without one of these programs, the tests that need it are skipped.
 INSTALLS = (
     "sandbox",
     "dashboard-browser",
@@ -46,7 +46,7 @@ echo "minutes $RELAX_{upper}_MINUTES"
 
 
 def ci(folder: Path, *, fails: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a copy of the script with stages that only print their names; the stage ``fails`` exits with status 1."""
+    """Runs a copy of the script with stages that only print their names. The stage ``fails`` exits with status 1."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     programs = {
@@ -121,7 +121,7 @@ def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missi
 def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
     tmp_path: Path, seconds: str, most: dict[str, str], expected: list[str]
 ) -> None:
-    done = ci(tmp_path, SECONDS=seconds, **most)  # bash counts SECONDS on from this value
+    done = ci(tmp_path, SECONDS=seconds, **most)  # bash's SECONDS continues from this value
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
 

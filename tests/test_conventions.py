@@ -1,4 +1,4 @@
-"""Conventions of the repository: folders, names, replaced words, links and docstrings."""
+"""Tests conventions of the repository: folders, names, replaced words, links and docstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docstrings import has_verb, public_docstrings
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers", "hydra_plugins")
 
-# Replaced words → the field's terms. The pattern must not be found any more.
+# Pattern of replaced words → the field's terms. No file may match the pattern.
 REPLACED = {
     "gang": "worker group",
     "incarnation": "attempt",
@@ -88,7 +88,7 @@ def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
 
 
 def test_one_base_name_stands_for_one_thing() -> None:
-    """A search cannot distinguish two modules of relax_core with the same base name."""
+    """A text search cannot distinguish two modules of relax_core with the same base name."""
     places: dict[str, list[str]] = {}
     for file in files(".py"):
         if file.relative_to(ROOT).parts[0] == "relax_core" and not file.name.startswith("__"):
@@ -122,12 +122,12 @@ def test_a_search_finds_what_the_field_calls_by_name() -> None:
 def test_links_and_paths_in_pages_lead_somewhere() -> None:
     for page in files(".md"):
         if page.parent.name == "plugins":
-            continue  # its paths are examples of the reader's files
+            continue  # the paths on this page are examples of the reader's files
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             made = (
                 (page.parent / target).resolve().is_relative_to(ROOT / "docs" / "reference")
-            )  # `make docs` checks them
+            )  # `make docs` checks these links
             if result := re.fullmatch(r"results/(\w+)\.md", target):
                 assert result[1] == "index" or (ROOT / f"benchmarks/results/{result[1]}.json").exists(), target
             elif not made and "://" not in target and not target.startswith("mailto:"):
@@ -143,7 +143,7 @@ def test_docstrings_name_files_that_exist() -> None:
         if file.relative_to(ROOT).parts[0] not in (*CODE, "tests", "benchmarks", "examples"):
             continue
         if file.name == "test_workers.py":
-            continue  # its test ids are examples
+            continue  # the test ids on this page are examples
         for path in re.findall(
             r"\b((?:relax_core|launchers|tests|docs|benchmarks)/[\w/]+\.(?:py|md|yaml))\b",
             file.read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""Every wait has a deadline, or a reason in `tests/deadline_reasons.py`."""
+"""Tests that every wait has a deadline, or a reason in `tests/deadline_reasons.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pip install ".[gpu]"` finds compatible versions. Needs the network and some minutes."""
+"""Tests that `pip install ".[gpu]"` finds compatible versions. Needs the network and some minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the import order of docs/architecture.md on module-level and local imports."""
+"""Checks that module-level and local imports follow the import order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.config.schema_keys import section_types
 from relax_core.registry import KINDS, names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Plug-in folders, found by the registry or by Hydra → other folders that they may import.
+# Plug-in folders that the registry or Hydra finds → other folders that they may import.
 PLUGINS = {
     "algorithms": ("contracts", "registry"),
     "rewards": ("contracts", "registry"),
@@ -85,7 +85,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def room(module: str) -> str | None:
-    """Returns the folder of a module of Relax; None for a module of a library."""
+    """Returns the folder of a module of Relax, or None for a module of a library."""
     parts = module.split(".")
     if parts[0] == "relax_core":
         return parts[1] if len(parts) > 1 else None
@@ -142,7 +142,7 @@ def test_hydra_stays_in_config_and_its_plugins() -> None:
 
 
 def test_every_key_is_read_by_something() -> None:
-    """Code outside of config/ must read each key; Hydra's plug-ins do not count, because they read only Hydra's keys.
+    """Code outside config/ must read each key. Hydra's plug-ins do not count, because they read only Hydra's keys.
 
     Exceptions: ``name`` distinguishes options, and the checks in config/ read ``run.confirm``.
     """
@@ -162,7 +162,7 @@ def test_every_key_is_read_by_something() -> None:
     assert dead == []
 
 
-# (core file, name of a plug-in) → why it is allowed.
+# (core file, name of a plug-in) → reason why the file may name the plug-in.
 _PACKAGE = "a package has the name of the env that needs it"
 _PLAYED = "a scripted player of this env generates the warm-start data of a builtin model"
 NAMED = {
@@ -173,11 +173,11 @@ NAMED = {
     ("relax_core/cli/doctor.py", "textarena"): _PACKAGE,
     ("relax_core/cli/doctor.py", "mcp"): _PACKAGE,
 }
-LANGUAGE = "python"  # an env; in core files the word means the language or the key engine.python
+LANGUAGE = "python"  # also an env; in core files the word means the language or the key engine.python
 
 
 def test_no_core_file_names_a_plug_in() -> None:
-    """Plug-ins are found only by names in the configuration. Longer texts, such as help pages, may mention them."""
+    """Relax finds plug-ins only by names in the configuration. Longer texts, such as help pages, may name plug-ins."""
     # `env` is a kind and also a reward's name; `agent` is an env's name and also a section and a field of an env's
     # SPEC.
     neutral = {*KINDS, LANGUAGE, "agent"}

@@ -1,4 +1,4 @@
-"""The Ray of a run listens on loopback only (docs/security.md)."""
+"""Tests that the Ray of a run listens on loopback only (docs/security.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/one_loop.py runs strictly on-policy without Ray, and leaves no files or processes."""
+"""Tests that examples/one_loop.py runs strictly on-policy without Ray, and leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "examples/one_loop.py"
 STEPS = 3
-EPISODES = 8 * 16  # in a step, by conf/config.yaml and conf/algo/grpo.yaml
+EPISODES = 8 * 16  # episodes per step, from conf/config.yaml and conf/algo/grpo.yaml
 LONG_S = 300.0
 
 
 def figures(line: str) -> dict[str, str]:
-    """Returns the values by name of a line "step 0  reward 0.363  …  sampled by weights {0}"."""
+    """Returns the values by name in a line "step 0 reward 0.363 … sampled by weights {0}"."""
     pairs = [part.rsplit(" ", 1) for part in line.split("  ")]
     return {name.strip(): value for name, value in pairs}
 

@@ -3,7 +3,7 @@
 A run must compose to a valid configuration, other commands must pass their real argument parsers, and targets of make,
 extras of pip and routes of curl must exist. Commands are indented blocks, fenced shell blocks and inline code. A line
 "Needs: …" right above a block is required for GPUs, Slurm and Ray, and for a command that is not checked. Indented
-blocks of other text have to be fenced with a language.
+blocks of other text must be fenced with a language.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from relax_core.plan.unused_keys import unread_by_evaluation
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")] + sorted(ROOT.glob("docs/**/*.md"))
 SHELLS = ("bash", "sh", "shell", "console")
-PROGRAMS = ("python", "python3.11", "relax", "make", "pip", "apt-get", "curl")  # of inline code
-HARMLESS = ("printf", "chmod", "cat", "jq")  # for these, only the syntax of the shell is checked
+PROGRAMS = ("python", "python3.11", "relax", "make", "pip", "apt-get", "curl")  # first words of inline commands
+HARMLESS = ("printf", "chmod", "cat", "jq")  # the test checks only the shell syntax of these commands
 NEEDS = re.compile(r"^Needs: (.*)\.$", re.MULTILINE)
 OVERRIDE = re.compile(r"[+~]?[a-z_]+(?:[./][\w.]+)*=")
 READERS_PART = re.compile(r"no such (?:file|folder)|pip install 'relax-core\[")
@@ -51,7 +51,7 @@ INSTALLED_AS = {"nvidia-ml-py": "pynvml"}
 
 @dataclass(frozen=True)
 class Block:
-    """A block of lines of a page. ``needs`` is the text after "Needs:" above it."""
+    """A block of lines on a page. ``needs`` is the text after "Needs:" above the block."""
 
     place: str
     lines: tuple[str, ...]
@@ -85,13 +85,13 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def _needs(above: Sequence[str]) -> str:
-    """Returns what the paragraph directly above a block says that the block needs."""
+    """Returns the text after "Needs:" in the paragraph directly above a block."""
     text = "\n".join(above).rstrip("\n").rpartition("\n\n")[2]
     return " ".join(NEEDS.findall(text))
 
 
 def commands() -> dict[str, list[Block]]:
-    """Returns the blocks of each distinct command."""
+    """Returns for each distinct command the blocks that contain it."""
     found: dict[str, list[Block]] = {}
     for page in PAGES:
         for block in blocks(page):
@@ -107,7 +107,7 @@ COMMANDS_OF_PAGES = commands()
 
 
 def words_of(line: str) -> list[list[str]]:
-    """Returns the words of each command of a line, without its comment. Raises ValueError for an open quote."""
+    """Returns the words of each command in a line, without the comment. Raises ValueError for an open quote."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|")
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
@@ -121,7 +121,7 @@ def words_of(line: str) -> list[list[str]]:
 
 # -- the checks of one command ----------------------------------------------------------------------------------------
 class NotChecked(Exception):
-    """Raised for a command of no known kind."""
+    """Raised for a command of an unknown kind."""
 
 
 class Accepted(BaseException):
@@ -130,7 +130,7 @@ class Accepted(BaseException):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Changes to a reader's folder with the plug-in files that the pages show."""
+    """Changes to a working folder with the plug-in files that the pages show."""
     folder = tmp_path_factory.mktemp("reader")
     for page in PAGES:
         for name, text in SHOWN_FILE.findall(page.read_text(encoding="utf-8")):
@@ -174,7 +174,7 @@ def test_a_command_is_valid(line: str, here: Path) -> None:
 
 
 def check(words: Sequence[str], line: str, here: Path, *, inline: bool) -> set[str]:
-    """Checks one command. Returns what it needs that not every machine has. Raises NotChecked."""
+    """Checks one command. Returns the special resources that it needs. Raises NotChecked."""
     if words and re.match(r"[A-Z]+=", words[0]):
         return check_shell(line)
     match [Path(words[0]).name, *words[1:]]:
@@ -266,7 +266,7 @@ def parsed(main: Callable[[], object], module: str = "relax", words: Sequence[st
 
 
 def check_run(words: Sequence[str], *, mention: bool = False) -> set[str]:
-    """Composes and validates the configuration; only the reader's files and optional packages may be missing.
+    """Composes and validates the configuration. Only the reader's files and optional packages may be missing.
 
     A mention and a plan may also lack values.
     """
@@ -287,7 +287,7 @@ def check_run(words: Sequence[str], *, mention: bool = False) -> set[str]:
 
 @cache
 def configurations(words: tuple[str, ...]) -> list[tuple[RelaxConfig | None, Sequence[str]]]:
-    """Returns each run's configuration with its problems; a sweep has several runs, which are only planned here."""
+    """Returns each run's configuration with its problems. A sweep has several runs; here they are only planned."""
     found: list[tuple[RelaxConfig | None, Sequence[str]]] = []
 
     class Recorder:
@@ -316,7 +316,7 @@ def configurations(words: tuple[str, ...]) -> list[tuple[RelaxConfig | None, Seq
 
 
 def check_module(module: str, words: Sequence[str], *, mention: bool) -> None:
-    """Passes the words to the parser of the module's main function; a module without a parser takes no words."""
+    """Passes the words to the parser of the module's main function. A module without a parser accepts no words."""
     spec = find_spec(module)
     if spec is not None and spec.submodule_search_locations is not None:
         module, spec = f"{module}.__main__", find_spec(f"{module}.__main__")
@@ -336,7 +336,7 @@ def check_make(words: Sequence[str]) -> None:
 
 
 def check_pip(words: Sequence[str]) -> None:
-    """Each extra must exist, and each further package must be named in a file of requirements or in the code."""
+    """Checks that each extra exists, and that requirements files or code name each other package."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for word in words:
         if (own := re.fullmatch(r"(?:\.|relax-core)\[([\w,]+)\]", word)) is not None:
@@ -349,13 +349,13 @@ def check_pip(words: Sequence[str]) -> None:
 
 
 def check_curl(line: str) -> None:
-    """The path of the address must be a route in the code."""
+    """Checks that the path of the address is a route in the code."""
     check_shell(line)
     paths = re.findall(r"(?:endpoint\)|URL|:\d+)((?:/\w+)+)", line)
     assert paths, line
     for path in paths:
         if path == "/v1/traces":
-            continue  # of a collector of OpenTelemetry
+            continue  # the address of an OpenTelemetry collector
         route = re.sub("/SESSION(?:/.*)?$", "", path)
         assert is_in_code(f'"{route}"'), f"no code has the route {route}"
 

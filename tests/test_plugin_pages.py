@@ -1,4 +1,4 @@
-"""docs/plugins/: each page contains the exact files of examples/plugins/, and these files work as described."""
+"""Tests that each page in docs/plugins/ contains the exact files of examples/plugins/, and that these files work."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_env() -> None:
 
 
 def test_an_env_shows_a_sound_as_a_picture(tmp_path: Path) -> None:
-    """A tone that rises in four steps rises in the picture, which the encode worker accepts."""
+    """A tone that rises in four steps rises in the picture, too. The encode worker accepts the picture."""
     rate, steps = 8000, (500, 1000, 2000, 3000)
     seconds = np.arange(rate // 2) / rate
     sound = np.concatenate([0.5 * np.sin(2 * np.pi * hertz * seconds) for hertz in steps])
@@ -160,8 +160,8 @@ def test_env_with_a_tool() -> None:
 
 
 def test_algorithm() -> None:
-    """Computed by hand: the quartile of 0, 1, 3, 4 is 0.75; at a ratio of 1 the loss is the negative sum of trained
-    advantages; a ratio above 1.2 is clipped to 1.2 if the advantage is positive.
+    """Compares with values computed by hand. The quartile of 0, 1, 3, 4 is 0.75. At a ratio of 1 the loss is the
+    negative sum of trained advantages. A ratio above 1.2 is clipped to 1.2 if the advantage is positive.
     """
     import torch
 
@@ -202,7 +202,7 @@ def test_algorithm() -> None:
 
 
 def test_the_public_parts_are_relaxs_own_whatever_the_project_has(tmp_path: Path) -> None:
-    """A plug-in in a project with packages of the same names imports Relax's packages; the project's never run."""
+    """A plug-in in a project with packages of the same names imports Relax's packages, never the project's."""
     for package in ("algorithms", "algorithms/functional", "algorithms/policy_gradient", "rewards", "envs"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('of the project')\n")

@@ -139,7 +139,7 @@ SPEC = DataSourceSpec(
 
 
 def test_entry_points_of_every_kind(tmp_path: Path) -> None:
-    """The package looks installed to importlib.metadata: modules and a dist-info folder."""
+    """For importlib.metadata the package looks installed: it has modules and a dist-info folder."""
     write(tmp_path, REWARD, "length_reward.py")
     write(tmp_path, SINK, "nothing_sink.py")
     write(tmp_path, DATA, "three_rows.py")
@@ -159,7 +159,7 @@ def test_entry_points_of_every_kind(tmp_path: Path) -> None:
         "by_name = load_config(['data=three', 'data.eval_size=0', 'eval.every=0', 'model.task=arithmetic']).data; "
         "assert (by_name.name, by_name.task) == ('three', None); "
         "assert load_config(['data.name=three', 'data.eval_size=0', 'model.task=arithmetic']).data.task is None; "
-        "assert load_config(['data.name=mine']).data.task == 'reverse_digits'; "  # a name without meaning to Relax
+        "assert load_config(['data.name=mine']).data.task == 'reverse_digits'; "  # a name that Relax does not know
         "found = [find(*one).summary for one in (('reward', 'length'), ('sink', 'nothing'), ('data', 'three'))]; "
         "print(*found, 'length' in names('reward'), settings.target, package_of('sink', 'nothing'))"
     )
@@ -187,7 +187,7 @@ def test_a_file_of_another_kind_is_refused_with_the_key_that_named_it(
 
 
 def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None:
-    """The project has packages of these names; its plug-in still finds modules in its own folder."""
+    """The project has packages with the names of builtins. Its plug-in still finds modules in its own folder."""
     for name in ("algorithms", "rewards", "envs", "data_sources", "launchers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")

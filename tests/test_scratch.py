@@ -1,4 +1,4 @@
-"""Remains of tests are reported and removed; the next session removes those of a killed session."""
+"""Tests that remains of tests are reported and removed. The next session removes the remains of a killed session."""
 
 from __future__ import annotations
 

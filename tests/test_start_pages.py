@@ -1,4 +1,4 @@
-"""The plug-in files of docs/start/your_task.md are those of README.md and pass all checks before a start."""
+"""Tests that the plug-ins in docs/start/your_task.md equal the plug-ins in README.md and pass all checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel contains all files of the checkout's packages."""
+"""Tests that the wheel contains all files of the checkout's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pytest -n 2`: tests with a common fixture run on one worker, and each worker reports what its tests leave behind."""
+"""Tests `pytest -n 2`: tests with a common fixture run on one worker, and each worker reports remains of its tests."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def answers_tree(
     ended: str = "stop",
     **extras: np.ndarray,
 ) -> TokenTree:
-    """Returns a prompt with its answers, one episode each. ``answer_ids``, ``logprobs``, ``loss_mask``, ``versions``,
-    ``kept`` and the extras have one entry per answer token, answer after answer. ``routed_experts``: rows of the
-    prompt, then of each answer's tokens but the last.
+    """Returns a prompt with its answers. Each answer is one episode. ``answer_ids``, ``logprobs``, ``loss_mask``,
+    ``versions``, ``kept`` and the extras have one entry per answer token, answer after answer. ``routed_experts``: rows
+    of the prompt, then rows of each answer's tokens except the last.
     """
     trunk, lengths = len(prompt_ids), np.asarray(lengths)
     rows = trunk + int(lengths.sum())
@@ -71,7 +71,7 @@ def answers_tree(
 
 
 def tree_of(row: Group) -> TokenTree:
-    """Returns the tree of a group from or for the bus."""
+    """Returns the tree of a bus group."""
     return decode_tree(row)
 
 
@@ -100,8 +100,8 @@ def of_tokens(tree: TokenTree, of_rows: np.ndarray) -> np.ndarray:
 
 
 def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
-    """Returns the tree with other ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras, each with one entry
-    per token. A row that two episodes share gets the value of the last episode.
+    """Returns the tree with new ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras. Each has one entry per
+    token. A row that two episodes share gets the value of the last episode.
     """
     rows, extras = tree.tokens[1], dict[str, np.ndarray]()
     fields: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
 
 
 def with_experts(tree: TokenTree, experts: np.ndarray) -> TokenTree:
-    """Returns the tree with routed experts ``[computed rows, layers, experts a token]``, without each branch's last
+    """Returns the tree with routed experts ``[computed rows, layers, experts per token]``. They lack each branch's last
     row.
     """
     whole = np.zeros((tree.rows, *experts.shape[1:]), dtype=experts.dtype)
@@ -133,7 +133,7 @@ def with_experts(tree: TokenTree, experts: np.ndarray) -> TokenTree:
 
 
 def path_of(tree: TokenTree, row: int) -> np.ndarray:
-    """Returns the rows visible to ``row``, with itself as the last, int64, by the definition of ``end``."""
+    """Returns the rows visible to ``row``, int64, by the definition of ``end``. The last of them is ``row``."""
     return np.flatnonzero(tree.end[: row + 1] > row)
 
 
@@ -178,9 +178,9 @@ def random_tree(
     masked: float = 0.2,
     episodes_share: bool = True,
 ) -> TokenTree:
-    """Returns a random forest: observed and sampled rows take turns, and branches fork after both. Each leaf is a
-    segment; neighbouring leaves sometimes belong to one episode. ``episodes_share``: sampled rows may be before a fork,
-    so that several episodes share them.
+    """Returns a random forest: observed and sampled rows alternate, and branches fork after both kinds. Each leaf is a
+    segment. Neighbouring leaves sometimes belong to one episode. With ``episodes_share`` sampled rows may be before a
+    fork, so several episodes share them.
     """
     grown = _Grown(random, vocabulary=vocabulary, longest=longest)
     for _ in range(roots):

@@ -22,12 +22,12 @@ from tests.media_items import item_of
 
 DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
 HYBRIDS = ("tiny_qwen3_5", "tiny_qwen3_5_moe")
-FIRST_TEXT = 7  # ids from here to LAST_TEXT are characters
+FIRST_TEXT = 7  # ids from this id to LAST_TEXT are characters
 LAST_TEXT = 50
 
 
 def make_tiny_vision_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
-    """Makes a random model whose distributions are far from flat, and writes it in the published layout to ``folder``.
+    """Makes a random model with distributions far from flat, and writes it in the published layout to ``folder``.
 
     ``layers`` replaces the number of the language model's layers.
     """
@@ -42,7 +42,7 @@ def make_tiny_vision_model(folder: Path | None, *, name: str = DENSE, seed: int 
     with torch.no_grad():
         for label, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                # In Qwen3.5 the norms of the language model multiply by 1 + weight, except those of delta nets.
+                # In Qwen3.5 the norms of the language model multiply by 1 + weight, except the norms of delta nets.
                 centred = name in HYBRIDS and "language_model" in label and "linear_attn" not in label
                 centre = 1.0 if "norm" in label and not centred else 0.0
                 parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
@@ -67,7 +67,7 @@ def write_folder(model: Any, folder: Path, config: dict[str, Any]) -> None:
 
 @dataclass
 class Seen:
-    """Makes items of a model and prompts with them; ``folder`` gets the files of the items."""
+    """Makes media items of a model, and prompts with these items. Writes the items' files to ``folder``."""
 
     model_folder: Path
     folder: Path
@@ -91,7 +91,7 @@ class Seen:
         return item_of(self.tower, frames, stamps=stamps, folder=self.folder)
 
     def prompt(self, *parts: Sequence[int] | MediaItem) -> tuple[list[int], list[Media]]:
-        """Returns the token ids of texts and items in order, and the places of the items.
+        """Returns the token ids of texts and items in order, and the positions of the items.
 
         An image is between the tokens that begin and end vision, as in the chat template.
         """
@@ -129,7 +129,7 @@ class Seen:
             return model(input_ids=token_ids, mm_token_type_ids=types, use_cache=False, **given, **more)
 
     def logprobs(self, model: Any, ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
-        """Returns transformers' log-prob of each token but the first, ``[tokens - 1]``."""
+        """Returns transformers' log-prob of each token after the first, ``[tokens - 1]``."""
         table = self.logits(model, ids, media).logits[0, :-1].log_softmax(-1)
         return table.gather(-1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
 

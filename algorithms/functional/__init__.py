@@ -1,12 +1,12 @@
-"""The maths that policy-gradient algorithms share, as pure functions on flat float32 token tensors.
+"""Contains the shared maths of policy-gradient algorithms, as pure functions on flat float32 token tensors.
 
 This package is public API for algorithm plug-ins: ``from algorithms import functional as F``. Start reading in
 `losses.py`.
 
 Shapes: ``[tokens]`` has one entry per response token of a micro-batch or a group, ``[samples]`` one entry per sample.
-``sample_ids`` ``[tokens]`` int64 holds the index of each token's sample. ``loss_mask`` ``[tokens]`` bool is True for
-tokens that are trained. A token whose mask is False changes no value and no gradient, even if its log-probs are not
-finite. Log-ratios are clamped to [-20, 20] before `exp`, so that nothing overflows. Beyond the clamp the gradient is 0.
+``sample_ids`` ``[tokens]`` int64 is the index of each token's sample. ``loss_mask`` ``[tokens]`` bool is True for
+trained tokens. A masked token (False) changes no value and no gradient, even if its log-probs are not finite.
+Log-ratios are clamped to [-20, 20] before `exp` to prevent overflow. Outside of the clamp the gradient is 0.
 """
 
 from __future__ import annotations

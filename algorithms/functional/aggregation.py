@@ -1,4 +1,4 @@
-"""Sums and means over the tokens of samples, and the aggregation of token losses to the loss of a step."""
+"""Computes sums and means over the tokens of samples, and aggregates token losses to the loss of a step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 
 def sample_sums(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
-    """Returns each sample's sum over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
+    """Returns each sample's sum over its trained tokens, ``[samples]``. It is 0 for a sample without trained tokens."""
     masked = per_token.masked_fill(~loss_mask, 0.0)
     return masked.new_zeros(num_samples).index_add(0, sample_ids, masked)
 
 
 def sample_means(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
-    """Returns each sample's mean over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
+    """Returns each sample's mean over its trained tokens, ``[samples]``.
+
+    It is 0 for a sample without trained tokens.
+    """
     sums = sample_sums(per_token=per_token, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples)
     return sums / _trained_tokens(sums, loss_mask, sample_ids)
 
@@ -40,8 +43,8 @@ def aggregate_sum(
     """Returns the numerator of a step's loss, a scalar tensor; `aggregate_denominator` returns the denominator.
 
     ``per_token`` is ``[tokens]`` float. The aggregations ``token_mean`` and ``seq_mean_token_sum_norm`` sum all trained
-    tokens. ``seq_mean_token_mean`` sums the samples' means over their trained tokens. The sums of a step's
-    micro-batches and ranks add up to the step's numerator.
+    tokens. ``seq_mean_token_mean`` sums the means of samples over their trained tokens. The step's numerator is the sum
+    over its micro-batches and ranks.
     """
     masked = per_token.masked_fill(~loss_mask, 0.0)
     if aggregation != "seq_mean_token_mean":
@@ -51,11 +54,11 @@ def aggregate_sum(
 
 
 def aggregate_denominator(*, totals: StepTotals, aggregation: str, norm_length: float) -> float:
-    """Returns the denominator of a step's loss, at least 1 token or sample, so that an empty step has the loss 0.
+    """Returns the denominator of a step's loss. It is at least 1, so that an empty step has the loss 0.
 
-    It is the number of trained tokens of the whole step for ``token_mean``, that of samples for
-    ``seq_mean_token_mean``, and that of samples times ``norm_length`` for ``seq_mean_token_sum_norm``. ``norm_length``
-    (tokens) is the constant of Dr. GRPO (arXiv 2503.20783). Raises ValueError for an unknown ``aggregation``.
+    For ``token_mean`` it is the number of trained tokens in the whole step, for ``seq_mean_token_mean`` the number of
+    samples, and for ``seq_mean_token_sum_norm`` the number of samples times ``norm_length``. ``norm_length`` (tokens)
+    is the constant of Dr. GRPO (arXiv 2503.20783). Raises ValueError for an unknown ``aggregation``.
     """
     if aggregation == "token_mean":
         return float(max(totals.tokens, 1))

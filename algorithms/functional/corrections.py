@@ -1,4 +1,4 @@
-"""Corrections for tokens that the engine sampled from another distribution: importance weights and OPSM."""
+"""Corrects for tokens that the engine sampled from another distribution, by importance weights and OPSM."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def correction_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns detached weights of the policy loss, and a mask of ratios outside [low, high]; ``[tokens]`` float, bool.
+    """Returns detached weights of the policy loss (``[tokens]`` float) and a mask of ratios outside [low, high] (bool).
 
-    The ratio of a token is ρ_t = π_old / μ, the trainer's probability over the engine's. ``level`` selects the ratio:
-    "token" ρ_t itself, "sequence" the product of ρ over the sample's trained tokens, "geometric" the geometric mean
-    exp(mean of log ρ). ``method`` selects the treatment of ratios outside [low, high]. "tis" clamps the ratio to the
-    interval (truncated importance sampling). "tis_normalized" clamps it too; `divide_by_mean_weight` does its division.
-    "mis" (masked importance sampling) and "icepop" (its token-level form) set the weight to 0. A masked token has
-    weight 1. Raises ValueError for an unknown ``method`` or ``level``.
+    The ratio of a token is ρ_t = π_old / μ, the trainer's probability divided by the engine's probability. ``level``
+    selects the ratio: "token" is ρ_t, "sequence" the product of ρ over the sample's trained tokens, and "geometric" the
+    geometric mean exp(mean of log ρ). ``method`` selects the treatment of ratios outside [low, high]. "tis" clamps the
+    ratio to the interval (truncated importance sampling). "tis_normalized" also clamps the ratio;
+    `divide_by_mean_weight` then divides by the mean. "mis" (masked importance sampling) and its token-level form
+    "icepop" set the weight to 0. A masked token has weight 1. Raises ValueError for an unknown ``method`` or ``level``.
     """
     log_ratio = masked_log_ratio(old_logprobs, rollout_logprobs, loss_mask).detach()
     if level in ("sequence", "geometric"):
@@ -57,10 +57,10 @@ def correction_weights(
 def weights_to_average(
     *, weights: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, level: str
 ) -> Tensor:
-    """Returns the correction weights of one group that count in the mean over a step, float64.
+    """Returns the correction weights of one group for the mean over a step, float64.
 
-    These are the weights of the trained tokens if ``level`` is "token". Otherwise each sample with a trained token
-    counts once. ``weights`` is ``[tokens]``.
+    For ``level`` "token", these are the weights of the trained tokens. Otherwise there is one weight per sample with a
+    trained token. ``weights`` is ``[tokens]``.
     """
     counted, ids = weights[loss_mask].double(), sample_ids[loss_mask]
     if level == "token":
@@ -71,12 +71,12 @@ def weights_to_average(
 
 
 def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the advantages divided by a train step's mean correction weight: self-normalised importance sampling.
+    """Divides the advantages by a train step's mean correction weight (self-normalised importance sampling).
 
-    Every policy loss of this package is proportional to its advantages. Dividing them has the effect of normalised
-    weights even if a micro-batch or rank holds only a part of the step. ``advantages`` and the result hold one
-    ``[tokens]`` tensor per group, the result in float32; ``weights`` holds one tensor per group from
-    `weights_to_average`. The advantages stay as they are if the step has no trained token.
+    Every policy loss of this package is proportional to its advantages. So dividing the advantages has the effect of
+    normalised weights, even if a micro-batch or rank has only a part of the step. ``advantages`` and the result have
+    one ``[tokens]`` tensor per group; the result is float32. ``weights`` has one tensor of `weights_to_average` per
+    group. If the step has no trained token, the advantages are unchanged.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 
@@ -89,11 +89,11 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
 def opsm_mask(
     *, log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, threshold: float
 ) -> Tensor:
-    """Returns False for tokens that off-policy sequence masking leaves out (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    """Returns False for tokens that off-policy sequence masking removes (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
 
-    The result is ``[tokens]`` bool. A token is left out if its advantage is negative and its sample's mean of
-    log μ - log π is above ``threshold``. ``log_ratio`` ``[tokens]`` is log π - log μ. μ is the distribution that the
-    engine sampled from, so the drift covers stale weights and the engine's own rounding.
+    The result is ``[tokens]`` bool. A token is removed if its advantage is negative and its sample's mean of log μ -
+    log π is above ``threshold``. ``log_ratio`` ``[tokens]`` is log π - log μ. μ is the engine's sampling distribution,
+    so the difference includes stale weights and rounding in the engine.
     """
     drift = -sample_means(
         per_token=log_ratio.detach(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples

@@ -1,9 +1,9 @@
-"""Divergences between student and teacher at each token, over the teacher's top-k tokens and one bucket for the rest.
+"""Computes divergences between student and teacher at each token, over the teacher's top-k tokens and a tail bucket.
 
-A teacher's log-probs over a whole vocabulary are too large to transfer: 150,000 floats per token. Therefore both
-distributions are reduced in the same way: each of the teacher's ``top_k`` tokens has its own bucket, and all other
-tokens share one tail bucket. A KL of the reduced distributions is at most the KL of the full ones (data processing
-inequality).
+A teacher's log-probs over a whole vocabulary are too large to transfer: 150,000 floats per token. Therefore the
+distributions of teacher and student are reduced: each of the teacher's ``top_k`` tokens is one bucket, and all other
+tokens share the tail bucket. The KL of the reduced distributions is at most the KL of the full distributions (data
+processing inequality).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOP_K_DIVERGENCES = ("forward", "reverse", "mixed", "jsd")
-MAX_LOG_MASS = -1e-6  # the log of the top tokens' total mass stays below 0, because an empty tail has no log
+MAX_LOG_MASS = -1e-6  # keeps the top tokens' total mass below 1, because an empty tail has no log
 
 
 def teacher_log_ratio(*, logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns d = log π_S - log π_T of the sampled tokens, clamped and detached, ``[tokens]``; 0 where masked.
+    """Returns d = log π_S - log π_T of the sampled tokens, clamped and detached, ``[tokens]``, 0 if masked.
 
-    The mean of d over the student's samples estimates the reverse KL(π_S ‖ π_T). -d is the advantage of that KL's
-    policy gradient (MiniLLM, arXiv 2306.08543, eq. 3). d must not be used as a loss: its gradient is ∇ log π_S, whose
-    expectation over samples of π_S is ∇ Σ π_S = ∇ 1 = 0 for any teacher.
+    The mean of d over the student's samples estimates the reverse KL(π_S ‖ π_T). In the policy gradient of this KL, -d
+    is the advantage (MiniLLM, arXiv 2306.08543, eq. 3). d must not be used as a loss: its gradient is ∇ log π_S, and
+    for any teacher the expectation of ∇ log π_S over samples of π_S is ∇ Σ π_S = ∇ 1 = 0.
     """
     return masked_log_ratio(logprobs, teacher_logprobs, loss_mask).detach()
 
 
 def append_tail_logprob(top_logprobs: Tensor) -> Tensor:
-    """Returns ``[tokens, k]`` log-probs with the log-prob of all other tokens appended, ``[tokens, k + 1]``.
+    """Appends the log-prob of all other tokens to ``[tokens, k]`` log-probs. Returns ``[tokens, k + 1]``.
 
     The appended value is log(1 - Σ p). Σ p is kept below 1 - 1e-6, so an empty tail has the mass 1e-6 and no gradient.
     """

@@ -1,4 +1,4 @@
-"""Policy losses of the ratio r = π / π_old, one value per token."""
+"""Computes policy losses from the ratio r = π / π_old, one value per token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Holds the loss of each token and the inputs of the metrics; every field is ``[tokens]``.
+    """Holds the loss of each token and the inputs of the metrics. Every field is ``[tokens]``.
 
-    ``per_token`` is the loss. ``log_ratio`` is the log of the ratio that the loss uses, 0 at masked tokens, and
-    ``ratio`` is that ratio. ``cut_low`` and ``cut_high`` (bool) are True where the loss has no gradient because the
-    ratio is too low or too high.
+    ``per_token`` is the loss. ``ratio`` is the ratio that the loss uses. ``log_ratio`` is its log, 0 at masked tokens.
+    ``cut_low`` and ``cut_high`` (bool) are True where the loss has no gradient because the ratio is too low or too
+    high.
     """
 
     per_token: Tensor
@@ -41,8 +41,8 @@ def clipped_policy_loss(
     """Returns PPO's clipped surrogate -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347, eq. 7).
 
     All inputs are ``[tokens]``. ``dual_clip`` above 0 (arXiv 1912.09729; 3.0 is usual) limits the loss to ``dual_clip``
-    × |A| if A < 0. A ``trust_region`` other than "ratio" replaces the clip by a mask: the loss is then -r A, and 0
-    where `outside_trust_region` is True.
+    × |A| if A < 0. A ``trust_region`` other than "ratio" replaces the clip by a mask: the loss is 0 where
+    `outside_trust_region` is True, and -r A elsewhere.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     if trust_region == "ratio":
@@ -81,9 +81,9 @@ def gspo_policy_loss(
 ) -> PolicyLoss:
     """Returns GSPO's loss (arXiv 2507.18071): the clipped surrogate of one ratio per sample, s = exp(mean of log r).
 
-    The loss has the token form sg(s) π / sg(π), where sg stops the gradient. Its value and gradient equal those of the
-    sequence form if all tokens of a sample have the same advantage. For a sample of one token the loss equals
-    `clipped_policy_loss`. All inputs are ``[tokens]``; ``dual_clip`` has the same meaning as there.
+    The loss uses the token form sg(s) π / sg(π), where sg stops the gradient. If all tokens of a sample have the same
+    advantage, value and gradient are the same as in the sequence form. For a sample of one token the loss equals
+    `clipped_policy_loss`. All inputs are ``[tokens]``. ``dual_clip`` has the same meaning as in `clipped_policy_loss`.
     """
     of_tokens = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     of_samples = sample_means(
@@ -119,8 +119,9 @@ def sapo_policy_loss(
 ) -> PolicyLoss:
     """Returns SAPO's loss -f(r) A with the soft gate f(x) = 4/τ σ(τ (x - 1)) (arXiv 2511.20347).
 
-    τ is ``tau_positive`` if A > 0, else ``tau_negative``. The gradient's weight is 4 p (1 - p) with p = σ(τ (r - 1)):
-    it is 1 at r = 1 and falls on both sides. ``cut_low`` and ``cut_high`` are True where this weight is below one half.
+    τ is ``tau_positive`` if A > 0, else ``tau_negative``. The weight of the gradient is 4 p (1 - p) with p = σ(τ (r -
+    1)). It is 1 at r = 1 and decreases on both sides. ``cut_low`` and ``cut_high`` are True where this weight is below
+    one half.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = log_ratio.exp()
@@ -146,8 +147,8 @@ def cispo_policy_loss(
 
     sg stops the gradient. Only the weight is clipped, so every token keeps a gradient. ``cut_low`` and ``cut_high`` are
     True where the weight was clipped. ``trust_region`` "ratio" is the paper's unified form (eq. 6 and 7) with the same
-    bounds: the loss is also 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, which are the tokens
-    that have no gradient in PPO. Raises ValueError for an unknown ``trust_region``.
+    bounds. It also sets the loss to 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. These are the
+    tokens without a gradient in PPO. Raises ValueError for an unknown ``trust_region``.
     """
     if trust_region not in CISPO_TRUST_REGIONS:
         raise ValueError(f"trust region {trust_region!r} is not one of {', '.join(CISPO_TRUST_REGIONS)}")

@@ -1,4 +1,4 @@
-"""Log-ratios of two policies, KL estimators made of them, and the KL as a term of the loss."""
+"""Computes log-ratios of two policies, KL estimators from log-ratios, and the KL term of the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_clamped", "abs")
 KL_LOSSES = ("loss", "loss_times_ratio", "loss_k2_gradient")
 MAX_LOG_RATIO = 20.0
-MAX_KL = 10.0  # the upper bound of k3_clamped
+MAX_KL = 10.0  # upper bound of k3_clamped
 
 
 def masked_log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def kl_estimate(*, logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tens
     """Returns an estimate of KL(π ‖ π_ref) for each token, ``[tokens]`` (Schulman 2020, "Approximating KL divergence").
 
     With x = log π - log π_ref, ``estimator`` is one of k1 = x, k2 = x²/2, k3 = e^-x + x - 1 (never negative),
-    k3_clamped = min(k3, 10) and abs = |x|. Used as a loss, k1 has zero expected gradient on policy. Masked tokens have
+    k3_clamped = min(k3, 10) and abs = |x|. As a loss, k1 has an expected gradient of 0 on policy. Masked tokens have
     the value 0. Raises ValueError for an unknown ``estimator``.
     """
     x = masked_log_ratio(logprobs, reference_logprobs, loss_mask)
@@ -51,16 +51,16 @@ def kl_loss(
     estimator: str,
     placement: str,
 ) -> Tensor:
-    """Returns the KL to the reference as a term of the loss, ``[tokens]``; masked tokens have value 0 and no gradient.
+    """Returns the KL to the reference as a loss term, ``[tokens]``. Masked tokens have value 0 and no gradient.
 
     ``placement`` says how the estimate enters the loss:
 
     - "loss": `kl_estimate` itself.
-    - "loss_times_ratio": `kl_estimate` times the ratio π / π_old, through which the gradient flows too (DeepSeek-V3.2,
-      arXiv 2512.02556, eq. 7). With k1 or k3 its mean over samples of π_old is the KL of the current policy, and its
-      gradient is that KL's gradient. k3_clamped clamps the product.
+    - "loss_times_ratio": `kl_estimate` times the ratio π / π_old (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). The gradient
+      also flows through the ratio. With k1 or k3, the mean of value and gradient over samples of π_old are the KL of
+      the current policy and its gradient. k3_clamped clamps the product.
     - "loss_k2_gradient": the value of ``estimator`` with the gradient of k2 (a straight-through estimator). On policy,
-      k2's expected gradient is that of the KL.
+      the expected gradient of k2 is the gradient of the KL.
 
     Raises ValueError for an unknown ``placement``.
     """

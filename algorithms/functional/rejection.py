@@ -1,4 +1,4 @@
-"""Rejection sampling: leaves out tokens and whole samples whose trainer and engine log-probs disagree too much."""
+"""Rejection sampling: masks tokens and whole samples if the log-probs of trainer and engine differ too much."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def rejection_mask(
     num_samples: int,
     rules: Mapping[str, Sequence[float]],
 ) -> Tensor:
-    """Returns False for tokens that a rule leaves out, ``[tokens]`` bool; masked tokens are kept.
+    """Returns False for tokens that a rule rejects, ``[tokens]`` bool. It is True for masked tokens.
 
-    ``logprobs`` are the trainer's, ``rollout_logprobs`` the engine's, both ``[tokens]``. ``rules`` maps a name
-    REDUCTION_STATISTIC to (low, high); values with low <= value <= high are kept, and a token must be kept by all
-    rules. With the token's ratio ρ = π / μ of trainer and engine, the statistics are "ratio" ρ, "difference" π - μ, and
+    ``logprobs`` are the trainer's, ``rollout_logprobs`` the engine's log-probs, each ``[tokens]``. ``rules`` maps a
+    name REDUCTION_STATISTIC to (low, high). A rule accepts values with low <= value <= high. A token is kept if all
+    rules accept it. ρ = π / μ is the ratio of trainer and engine. The statistics are "ratio" ρ, "difference" π - μ, and
     the estimators of KL(μ ‖ π) from samples of μ (Schulman 2020, "Approximating KL divergence"): "k1" -log ρ, "k2" (log
     ρ)² / 2, "k3" ρ - 1 - log ρ.
 
-    The reduction "token" checks and leaves out each token alone. The others leave out whole samples: "seq_sum" checks
-    the sum over the sample's trained tokens (of ratios: the product), "seq_mean" the mean (of ratios: the geometric
-    mean), and "seq_any" every token (one value outside is enough).
+    The reduction "token" checks and rejects single tokens. The other reductions reject whole samples: "seq_sum" checks
+    the sum over the sample's trained tokens (for ratios the product), "seq_mean" the mean (for ratios the geometric
+    mean), and "seq_any" rejects the sample if a single token is outside.
     """
     log_ratio = masked_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
     outside = loss_mask.new_zeros(loss_mask.shape)
@@ -62,7 +62,7 @@ def rejection_mask(
 
 
 def _statistic(name: str, log_ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns a statistic's values, ``[tokens]``; the log of the ratio for "ratio"."""
+    """Returns a statistic's values, ``[tokens]``. For "ratio", returns the log of the ratio."""
     if name == "ratio":
         return log_ratio
     if name == "k1":

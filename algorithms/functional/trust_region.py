@@ -1,4 +1,4 @@
-"""Trust regions: masks of tokens whose probability moved too far from the old policy's."""
+"""Trust regions: masks of tokens with a probability too far from their probability under the old policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CISPO_TRUST_REGIONS = ("none", "ratio")
 
 
 def probability_difference(logprobs: Tensor, other_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns π - π_other of each token, in [-1, 1], ``[tokens]``, detached; 0 where masked."""
+    """Returns π - π_other of each token, in [-1, 1], ``[tokens]``, detached, and 0 where masked."""
     return (logprobs.detach().exp() - other_logprobs.exp()).masked_fill(~loss_mask, 0.0)
 
 
@@ -26,12 +26,12 @@ def outside_trust_region(
     high: float,
     trust_region: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens whose D = π - π_old is too low, and those where it is too high; two ``[tokens]`` bool tensors.
+    """Returns two ``[tokens]`` bool tensors: where D = π - π_old is too low, and where D is too high.
 
-    ``trust_region`` "probability" (DPPO with binary total variation, arXiv 2602.04879) means D < -``low`` with A < 0,
-    and D > ``high`` with A > 0: the step would move the token further in the direction in which it has already moved.
-    "probability_both" (IPO of prime-rl) means D < -``low`` and D > ``high`` for any A. Raises ValueError for another
-    ``trust_region``.
+    For ``trust_region`` "probability" (DPPO with binary total variation, arXiv 2602.04879), D is too low if D <
+    -``low`` and A < 0, and too high if D > ``high`` and A > 0: the update would move the token's probability even
+    further away. For "probability_both" (IPO of prime-rl), the conditions are D < -``low`` and D > ``high`` for any A.
+    Raises ValueError for another ``trust_region``.
     """
     moved = probability_difference(logprobs, old_logprobs, loss_mask)
     down, up = moved < -low, moved > high

@@ -1,6 +1,6 @@
-"""Rewards, returns and advantages of turns, for credit within an episode; results are in float32.
+"""Computes rewards, returns and advantages of turns, for credit assignment within an episode.
 
-The shape ``[turns]`` has one entry per turn of a group, sample by sample, in the order in which the turns were played
+The shape ``[turns]`` has one entry per turn of a group: sample by sample, in the order of the turns
 (`relax_core.contracts.algorithm.GroupTurns`).
 """
 
@@ -24,12 +24,12 @@ def token_turn_rewards(
     loss_mask: Tensor,
     sample_ids: Tensor,
 ) -> Tensor:
-    """Returns each turn's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
+    """Returns each turn's reward at its last trained token (else 0) minus ``penalties``, ``[tokens]`` float32.
 
-    ``turn_rewards`` ``[turns]`` are float64, ``turn_samples`` ``[turns]`` int64 has each turn's sample, and
-    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. If a turn has no trained token, its reward is a
-    delayed reward of the last earlier trained token of its sample. Without such a token, the reward is left out,
-    because no trained token led to it.
+    ``turn_rewards`` is ``[turns]`` float64. ``turn_samples`` ``[turns]`` int64 has the sample of each turn, and
+    ``turn_ids`` ``[tokens]`` int64, ascending, the turn of each token. If a turn has no trained token, its reward goes
+    to the last earlier trained token of the sample. Without such a token the reward is ignored, because no trained
+    token led to it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 
@@ -46,10 +46,10 @@ def token_turn_rewards(
 
 
 def turn_returns(*, turn_rewards: Tensor, turn_samples: Tensor, gamma: float) -> Tensor:
-    """Returns Σ_k γ^(k - t) r_k over the turns k of a sample from turn t on, ``[turns]`` float64.
+    """Returns, for each turn t, Σ_k γ^(k - t) r_k over the turns k >= t of its sample, ``[turns]`` float64.
 
-    ``turn_rewards`` is ``[turns]`` float64, ``turn_samples`` ``[turns]`` int64 and ``gamma`` is γ, the discount from
-    one turn to the one before it.
+    ``turn_rewards`` is ``[turns]`` float64, ``turn_samples`` is ``[turns]`` int64, and ``gamma`` is γ, the discount per
+    turn.
     """
     returns, later, sample = turn_rewards.clone(), 0.0, -1
     for turn in reversed(range(turn_rewards.numel())):
@@ -64,9 +64,10 @@ def anchor_advantages(
 ) -> Tensor:
     """Returns the step-level advantages of GiGPO (arXiv 2505.10978, eq. 7), ``[turns]`` float32.
 
-    An anchor group holds the turns of a group, of any episode, that begin in the same state. ``relative`` maps the
-    ``returns`` of an anchor group to its advantages ``[turns]``, as it does for the rewards of a group's episodes. The
-    returns are rounded by `relax_core.contracts.tree.reward_array`. A turn whose state is unknown or unique gets 0.
+    An anchor group consists of all turns of a group that begin in the same state, across episodes. ``relative`` maps
+    the ``returns`` of an anchor group to advantages ``[turns]``, like the rewards of a group's episodes. The returns
+    are rounded by `relax_core.contracts.tree.reward_array`. A turn gets 0 if its state is unknown or no other turn
+    begins in it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

@@ -1,4 +1,4 @@
-"""The loss of the critic, one value per token."""
+"""Computes the loss of the critic, one value per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """Holds the critic's loss and its clip mask, both ``[tokens]``.
+    """Holds the critic's loss and its clip mask, each ``[tokens]``.
 
     ``per_token`` is the loss, 0 where masked. ``cut`` (bool) is True where the clip removes the gradient.
     """
@@ -21,7 +21,7 @@ class ValueLoss(NamedTuple):
 def clipped_value_loss(
     *, values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, clip: float
 ) -> ValueLoss:
-    """Returns ½ max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²), as PPO's reference implementation does.
+    """Returns ½ max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²), like PPO's reference implementation.
 
     All inputs are ``[tokens]`` float. With ``clip`` 0 the loss is ½ (V - R)².
     """

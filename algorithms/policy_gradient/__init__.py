@@ -1,7 +1,7 @@
-"""The parts that all policy-gradient algorithms share: settings, checks, advantages and the terms of the loss.
+"""Contains the shared parts of all policy-gradient algorithms: settings, checks, advantages and loss terms.
 
 This package is public API for algorithm plug-ins: ``from algorithms import policy_gradient as P``. Start reading in
-`outputs.py`, which turns a policy loss per token into a `LossOutputs` (correction, rejection, OPSM, KL, entropy bonus,
+`outputs.py`, which computes `LossOutputs` from a policy loss per token (correction, rejection, OPSM, KL, entropy bonus,
 aggregation, metrics).
 """
 

@@ -1,7 +1,7 @@
-"""Advantages relative to the group: of whole episodes, and of their turns if ``algo.credit`` is "gigpo".
+"""Computes advantages relative to the group: of whole episodes, and of turns if ``algo.credit`` is "gigpo".
 
-A KL penalty is subtracted from the rewards first. GiGPO (arXiv 2505.10978) adds a step-level advantage of each turn:
-its discounted return is compared with the returns of the group's turns that began in the same state.
+A KL penalty is first subtracted from the rewards. GiGPO (arXiv 2505.10978) adds a step-level advantage to each turn. It
+compares the turn's discounted return with the returns of the group's turns that began in the same state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def token_penalties(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Tensor | None:
-    """Returns kl_coef × KL(sampling policy ‖ reference) of each token, ``[tokens]``, if the KL is part of the reward.
+    """Returns kl_coef × KL(sampling policy ‖ reference) of each token, ``[tokens]``, for ``kl_placement`` "reward".
 
-    Returns None if ``kl_coef`` is 0 or ``kl_placement`` is not "reward".
+    Returns None if ``kl_coef`` is 0, or for another ``kl_placement``.
     """
     if config.kl_coef == 0 or config.kl_placement != "reward":
         return None
@@ -37,7 +37,7 @@ def token_penalties(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Te
 
 
 def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Tensor:
-    """Returns the ``[samples]`` rewards, less each sample's summed KL penalty if ``kl_placement`` is "reward"."""
+    """Returns the ``[samples]`` rewards, minus each sample's summed KL penalty if ``kl_placement`` is "reward"."""
     penalties = token_penalties(inputs, config)
     if penalties is None:
         return inputs.rewards
@@ -50,7 +50,7 @@ def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> 
 
 
 def sample_advantages(rewards: Tensor, config: GroupConfig) -> Tensor:
-    """Returns one group's advantages, ``[samples]`` float32; ``pass_k`` > 1 selects those of pass@k training."""
+    """Returns one group's advantages, ``[samples]`` float32. ``pass_k`` > 1 selects pass@k training."""
     normalize_std, std_epsilon = config.normalize_std == "group", config.std_epsilon
     if config.pass_k > 1:
         return F.pass_at_k_advantages(
@@ -68,9 +68,9 @@ def credited_advantages(
 ) -> Tensor:
     """Returns the advantages of a group, ``[tokens]`` float32, for ``algo.credit``.
 
-    ``relative`` is the algorithm's group-relative advantage: a function from two or more rewards to as many advantages.
-    With "episode", every token has the advantage of its sample's reward, which is `penalized_rewards` plus
-    ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also have ``gigpo_weight`` times the turn's
+    ``relative`` is the algorithm's group-relative advantage function: it maps two or more rewards to the same number of
+    advantages. With "episode", every token gets the advantage of its sample's reward: `penalized_rewards` plus
+    ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also get ``gigpo_weight`` times the turn's
     `step_advantages`.
     """
     rewards = penalized_rewards(inputs, config)
@@ -91,11 +91,11 @@ def step_advantages(
     penalties: Tensor | None = None,
     punishments: Tensor | None = None,
 ) -> Tensor:
-    """Returns the advantages of a group's turns relative to turns that began in the same state, ``[turns]`` float32.
+    """Returns the advantages of a group's turns, relative to turns that began in the same state, ``[turns]`` float32.
 
-    It compares the turns' returns: the sum of the rewards from a turn to the episode's end, with later turns discounted
-    by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens. The reward of an
-    episode's last turn includes the episode's ``punishments`` ``[samples]``.
+    The compared value is the return of a turn: the sum of rewards from the turn to the end of the episode, discounted
+    by ``gigpo_gamma`` per turn. The ``penalties`` ``[tokens]`` of a turn's tokens are subtracted from the turn's
+    reward. The ``punishments`` ``[samples]`` of an episode are added to the reward of its last turn.
     """
     turns = inputs.turns
     assert turns is not None, "requirements() requests the turns"

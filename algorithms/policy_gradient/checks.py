@@ -1,4 +1,4 @@
-"""Checks of the shared settings. Each problem is a sentence with key, value and fix. This module needs no torch."""
+"""Checks the shared settings. Each problem is a sentence with key, value and fix. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CREDITS = ("episode", "gigpo")
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises ValueError with one problem per line if there are any."""
+    """Raises ValueError with one problem per line if ``problems`` is not empty."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -67,7 +67,7 @@ def deviation_problems(config: DeviationConfig, allowed: tuple[str, ...]) -> lis
 
 
 def common_problems(config: PolicyGradientConfig) -> list[str]:
-    """Returns the problems of the settings that all policy-gradient algorithms have."""
+    """Returns the problems of the settings of all policy-gradient algorithms."""
     problems = [
         *choice_problems("algo.aggregation", config.aggregation, F.AGGREGATIONS),
         *choice_problems("algo.kl_estimator", config.kl_estimator, F.KL_ESTIMATORS),
@@ -102,7 +102,7 @@ def _update_problems(config: PolicyGradientConfig) -> list[str]:
 
 
 def not_positive_problems(config: PolicyGradientConfig, **usual: float) -> list[str]:
-    """Returns the problems of settings that must be above 0; ``usual`` maps their names to the usual values."""
+    """Returns the problems of settings that must be above 0. ``usual`` maps their names to usual values."""
     return [
         f"algo.{key}={getattr(config, key)}: must be above 0. Use {value:g}."
         for key, value in usual.items()
@@ -111,7 +111,7 @@ def not_positive_problems(config: PolicyGradientConfig, **usual: float) -> list[
 
 
 def clip_problems(config: ClipConfig, *, usual: str) -> list[str]:
-    """Returns the problems of ``clip_low``, ``clip_high`` and ``dual_clip``; ``usual`` names the paper's values."""
+    """Returns the problems of ``clip_low``, ``clip_high`` and ``dual_clip``. ``usual`` states usual values."""
     problems = []
     if not 0 < config.clip_low <= 1:
         problems.append(f"algo.clip_low={config.clip_low}: must lie in (0, 1]. {usual}")

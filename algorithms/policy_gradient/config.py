@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmConfig, Requirements, StepTo
 
 @dataclass(frozen=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """Holds the settings of all policy-gradient algorithms; conf/algo documents the values."""
+    """Holds the settings of all policy-gradient algorithms. conf/algo documents the values."""
 
     name: str = ""
     group_size: int = 16
@@ -32,7 +32,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class CreditConfig(PolicyGradientConfig):
-    """Holds the settings of algorithms that compare a group's episodes and, with ``credit`` "gigpo", also its turns."""
+    """Holds the settings of algorithms that compare the episodes and, with ``credit`` "gigpo", the turns of a group."""
 
     credit: str = "episode"
     gigpo_weight: float = 1.0
@@ -49,7 +49,7 @@ class DeviationConfig(CreditConfig):
 
 @dataclass(frozen=True)
 class GroupConfig(DeviationConfig):
-    """Holds the settings of algorithms whose baseline is the group's mean."""
+    """Holds the settings of algorithms with the group's mean as baseline."""
 
     pass_k: int = 1
 
@@ -65,7 +65,7 @@ class ClipConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class TokenClipConfig(ClipConfig):
-    """Holds the settings of algorithms that clip each token's own ratio."""
+    """Holds the settings of algorithms that clip a ratio per token."""
 
     trust_region: str = "ratio"
 
@@ -75,9 +75,9 @@ def requirements(
 ) -> Requirements:
     """Returns the inputs that an algorithm with these settings needs, in addition to ``turns`` and ``state_keys``.
 
-    It needs a reference if ``kl_coef`` is above 0, the entropy if ``entropy_coef`` is above 0, and the groups of a
-    whole step if ``whole_step`` is True or if weights are divided by their mean over the step. Every token contributes
-    to the loss if the loss has a KL term or an entropy bonus.
+    The algorithm needs a reference if ``kl_coef`` is above 0, and the entropy if ``entropy_coef`` is above 0. It needs
+    all groups of a step at once if ``whole_step`` is True, or if weights are divided by their mean over the step. Every
+    token contributes to the loss if the loss has a KL term or an entropy bonus.
     """
     normalizes_weights = config.correction == "tis_normalized"
     return Requirements(
@@ -93,13 +93,13 @@ def requirements(
 
 
 def credit_requirements(config: CreditConfig, *, whole_step: bool = False) -> Requirements:
-    """Returns `requirements`; ``credit`` "gigpo" needs the turns and the states in which they began."""
+    """Returns `requirements`. ``credit`` "gigpo" also needs the turns and their start states."""
     by_state = config.credit == "gigpo"
     return requirements(config, whole_step=whole_step, turns=by_state, state_keys=by_state)
 
 
 def group_requirements(config: DeviationConfig) -> Requirements:
-    """Returns `credit_requirements`; ``normalize_std`` "batch" needs the rewards of the whole step."""
+    """Returns `credit_requirements`. ``normalize_std`` "batch" also needs the rewards of the whole step."""
     return credit_requirements(config, whole_step=config.normalize_std == "batch")
 
 

@@ -1,4 +1,4 @@
-"""Checks of the correction, rejection and OPSM settings, each problem with key, value and fix; needs no torch."""
+"""Checks the correction, rejection and OPSM settings. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CORRECTION_CHOICES = ("auto", "none", *F.CORRECTIONS)
 
 
 def correction_problems(config: PolicyGradientConfig) -> list[str]:
-    """Returns the problems of the settings that compare trainer and engine."""
+    """Returns the problems of the settings that compare trainer and engine, each with key, value and fix."""
     problems = [
         *choice_problems("algo.correction", config.correction, CORRECTION_CHOICES),
         *choice_problems("algo.correction_level", config.correction_level, F.CORRECTION_LEVELS),
@@ -57,12 +57,12 @@ def _rejection_problems(config: PolicyGradientConfig) -> list[str]:
 
 
 def _is_range(bounds: object) -> bool:
-    """Returns whether ``bounds`` are two numbers in ascending order; NaN has no order."""
+    """Returns whether ``bounds`` are two numbers in ascending order. NaN is invalid."""
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return False
     return all(type(bound) in (int, float) for bound in bounds) and bounds[0] < bounds[1]
 
 
 def choice_problems(key: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    """Returns the problem of a setting whose value is not one of the ``allowed`` names."""
+    """Returns a problem if the value of a setting is not in ``allowed``."""
     return [] if value in allowed else [f"{key}={value}: there is no such choice. Use one of: {', '.join(allowed)}."]

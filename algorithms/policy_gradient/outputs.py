@@ -18,7 +18,7 @@ LOW_QUANTILE, HIGH_QUANTILE = 0.01, 0.99
 
 
 def old_logprobs(inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
-    """Returns the log-probs of the proximal policy, ``[tokens]``: the denominator of the ratio."""
+    """Returns the log-probs of the proximal policy (the ratio's denominator), ``[tokens]``."""
     return inputs.logprobs.detach() if config.old_logprobs == "current" else inputs.old_logprobs
 
 
@@ -40,8 +40,8 @@ def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
 def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConfig) -> LossOutputs:
     """Returns the step's loss with all its terms, and its metrics.
 
-    The correction's weights multiply the policy loss. Rejection and OPSM set it to 0 for rejected tokens. The KL term
-    is added and the entropy bonus subtracted.
+    The correction's weights multiply the policy loss. Rejection and OPSM set the policy loss of rejected tokens to 0.
+    The KL term is added and the entropy bonus subtracted.
     """
     extra: dict[str, Tensor] = {}
     per_token = _corrected(policy.per_token, inputs, config, extra=extra)
@@ -76,7 +76,7 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConf
 def _corrected(
     per_token: Tensor, inputs: LossInputs, config: PolicyGradientConfig, *, extra: dict[str, Tensor]
 ) -> Tensor:
-    """Returns the policy loss after correction, rejection and OPSM, and adds their metrics to ``extra``."""
+    """Returns the policy loss after correction, rejection and OPSM. Adds their metrics to ``extra``."""
     method = correction_method(config)
     if method != "none":
         extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
@@ -92,7 +92,7 @@ def _corrected(
         )
         per_token = per_token * extra["tis_weight"]
     if config.rejection:
-        # The trainer's log-probs: recomputed by actor_fwd if the run has this role, else from the step's forward pass.
+        # The trainer's log-probs come from the role actor_fwd if the run has it, else from the step's forward pass.
         trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
         kept = F.rejection_mask(
             logprobs=trainer,
@@ -117,7 +117,7 @@ def _corrected(
 
 
 def correction_method(config: PolicyGradientConfig) -> str:
-    """Returns the correction's method: "auto" is TIS if the trainer computed the old log-probs, and none otherwise."""
+    """Returns the correction's method. "auto" is TIS if the trainer computed the old log-probs, else no correction."""
     if config.correction != "auto":
         return config.correction
     return "none" if config.old_logprobs == "rollout" else "tis"
@@ -126,10 +126,10 @@ def correction_method(config: PolicyGradientConfig) -> str:
 def metric_sums(
     policy: F.PolicyLoss, inputs: LossInputs, *, extra: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns each metric as (sum, count) over the trained tokens; docs/algorithms.md explains the metrics.
+    """Returns each metric as (sum, count) over the trained tokens. docs/algorithms.md explains the metrics.
 
     All algorithms have the same metrics. ``ratio_low`` and ``ratio_high`` are the 1 % and 99 % quantiles of the ratio
-    in each micro-batch. Their count is the number of tokens, so their mean over micro-batches is weighted by tokens.
+    in a micro-batch. Their count is the number of tokens, which weights the mean over micro-batches by tokens.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

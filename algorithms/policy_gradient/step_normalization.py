@@ -1,4 +1,4 @@
-"""Normalises advantages over a train step, by the std of its rewards or by its mean correction weight."""
+"""Normalises advantages over a train step: by the std of the step's rewards or by the step's mean correction weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def normalize_weights(
 ) -> list[Tensor]:
     """Divides advantages by the step's mean correction weight if ``correction`` is "tis_normalized".
 
-    Otherwise the advantages stay as they are. ``advantages`` and ``inputs`` hold one entry per group of the train step.
+    Otherwise the advantages are unchanged. ``advantages`` and ``inputs`` have one entry per group of the train step.
     """
     if config.correction != "tis_normalized":
         return list(advantages)
@@ -58,10 +58,12 @@ def normalize_group(
     *,
     rewards: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Divides advantages by the std of the step's rewards if ``normalize_std`` is "batch"; then `normalize_weights`.
+    """Divides advantages by the std of the step's rewards if ``normalize_std`` is "batch".
 
-    ``advantages`` and ``inputs`` hold one entry per group of the train step. ``rewards`` holds one ``[samples]`` tensor
-    per group; the default is `penalized_rewards`.
+    Then calls `normalize_weights`.
+
+    ``advantages`` and ``inputs`` have one entry per group of the train step. ``rewards`` has one ``[samples]`` tensor
+    per group. The default is `penalized_rewards`.
     """
     if config.normalize_std == "batch":
         advantages = F.divide_by_step_deviation(

@@ -1,4 +1,4 @@
-"""Programs that play the episodes of an environment by themselves, in the Python of agent.python.
+"""Contains agent programs that play the episodes of an environment, in the Python interpreter agent.python.
 
 Start reading in `verifiers_program.py`.
 """

@@ -1,9 +1,10 @@
-"""The agent of env=verifiers: it plays one task of a taskset of the package verifiers 0.4, and returns its reward.
+"""The agent of env=verifiers: plays one task of a taskset of the package verifiers 0.4, and returns the reward.
 
     python verifiers_program.py TASKSET HARNESS
 
-TASKSET and HARNESS are names as the package knows them, or paths of files that end in .py. The task is the row's column
-"task", or its "seed", as a number in the taskset. It runs in the Python of agent.python, and imports nothing of Relax.
+TASKSET and HARNESS are names that the package knows, or paths of files that end in .py. The row's column "task", or
+else "seed", is the number of the task in the taskset. The program runs in the Python interpreter agent.python, and does
+not import Relax.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from verifiers.v1.utils.loaders import load_taskset, taskset_class
 
 
 async def play(row: dict[str, Any], taskset: str, harness: str) -> dict[str, Any]:
-    """Returns the result of one task."""
+    """Plays one task, and returns the agent's result."""
     tasks = load_taskset(vf.TasksetConfig(id=taskset))
     number = int(row.get("task", row.get("seed", 0)))
     if not taskset_class(taskset).INFINITE:
@@ -48,7 +49,7 @@ async def play(row: dict[str, Any], taskset: str, harness: str) -> dict[str, Any
 
 
 def importable(name: str) -> str:
-    """Returns the name of a module; a file is made importable under its name without .py."""
+    """Returns the name of a module; makes a file importable under its name without .py."""
     if not name.endswith(".py"):
         return name
     sys.path.append(str(Path(name).parent))
@@ -56,7 +57,7 @@ def importable(name: str) -> str:
 
 
 def main() -> None:
-    """Plays the task in the file RELAX_TASK."""
+    """Plays the task of the file RELAX_TASK, and writes the result to the file RELAX_RESULT."""
     taskset, harness = map(importable, sys.argv[1:])
     row = json.loads(Path(os.environ["RELAX_TASK"]).read_text())
     result = asyncio.run(play(row, taskset, harness))

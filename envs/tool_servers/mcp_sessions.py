@@ -1,7 +1,7 @@
-"""Sessions with servers that speak the Model Context Protocol, by the package `mcp`.
+"""Holds sessions with servers of the Model Context Protocol, with the package `mcp`.
 
-The sessions live in a separate event loop in one thread of the process, because the package opens and closes a session
-in one task, and because tools are also listed outside of the rollout's event loop.
+All sessions of the process run in a separate event loop in one thread. There are two reasons: the package must open and
+close a session in the same task, and tools are also listed outside of the rollout's event loop.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_HTTP_S, _HTTP_READ_S = 30.0, 300.0  # the package's own limits of a request
-_PING_S = 10.0  # a server that does not answer in this time is lost
-_CLOSE_S = 8.0  # the package waits 2 s for a server to end by itself, and twice as long again to end it
+_HTTP_S, _HTTP_READ_S = 30.0, 300.0  # the default limits of a request in the package
+_PING_S = 10.0  # a server that does not answer a ping within this time is lost
+_CLOSE_S = 8.0  # the package waits 2 s for a server's exit, and then up to 4 s until it has ended the server
 
 
 @lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of sessions, which runs in a thread until the process ends."""
+    """Returns the event loop of sessions; it runs in a thread until the process ends."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="MCP sessions").start()
     return loop
@@ -46,7 +46,7 @@ def in_thread(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 class McpSessions:
-    """Holds the sessions of one episode, one with each server. Its methods run in the thread of sessions."""
+    """Holds the sessions of one episode, one per server. The methods must run in the thread of sessions."""
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
         self._servers = servers
@@ -82,7 +82,7 @@ class McpSessions:
                 output.close()
 
     async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> tuple[bool, str]:
-        """Returns whether a call failed, and the text for the model. Raises RuntimeError if the server is lost."""
+        """Calls a tool. Returns if it failed, and the text for the model. Raises RuntimeError if the server is lost."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
         from pydantic import ValidationError
@@ -95,7 +95,7 @@ class McpSessions:
                 raise RuntimeError(f"the server {server} is lost: {self._why(server, None)}")
             try:
                 result = await calling
-            except RuntimeError as error:  # a value that does not fit the schema of the tool's output
+            except RuntimeError as error:  # the value violates the schema of the tool's output
                 return True, f"The result of the tool {tool} cannot be read: {error}"
             return bool(result.is_error), _text(result)
         except MCPError as error:
@@ -104,13 +104,13 @@ class McpSessions:
             if await self._lives(server):
                 return True, f"The tool {tool} failed: {error.message}"
             raise RuntimeError(f"the server {server} is lost: {self._why(server, error)}") from error
-        except ValidationError:  # such as content of a type that the protocol does not have
+        except ValidationError:  # for example, content of an unknown type
             return True, f"The result of the tool {tool} cannot be read: it is no result of the protocol."
         finally:
             calling.cancel()
 
     async def _lives(self, server: str) -> bool:
-        """Returns whether a server answers after an error; the transport's own errors look like a server's."""
+        """Returns whether a server still answers after an error; transport errors look like errors of a server."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR
 
@@ -121,13 +121,13 @@ class McpSessions:
             if asking.done():
                 await asking
             return asking.done()
-        except MCPError as error:  # a server need not know the request
+        except MCPError as error:  # a server may refuse pings, but it answers
             return error.code not in (CONNECTION_CLOSED, INTERNAL_ERROR)
         finally:
             asking.cancel()
 
     async def close(self) -> None:
-        """Closes the sessions; a server that does not end in time is abandoned."""
+        """Closes the sessions; does not wait longer than `_CLOSE_S` for a server."""
         self._closing.set()
         if self._task is None:
             return
@@ -149,7 +149,7 @@ class McpSessions:
 
 
 async def _client(name: str, server: McpServer, output: OutputTail, stack: AsyncExitStack) -> Client:
-    """Returns a client that is not open yet; an HTTP server with a command runs then.
+    """Returns a client that is not open yet; for an HTTP server with a command, starts the server.
 
     ``stack`` closes the resources of an HTTP client.
     """
@@ -159,7 +159,7 @@ async def _client(name: str, server: McpServer, output: OutputTail, stack: Async
         url = await HTTP_SERVERS.url(name, server) if server.command else server.url
         if not is_loopback_url(url):
             return Client(url)
-        import httpx2  # of the package mcp
+        import httpx2  # a dependency of the package mcp
         from mcp.client.streamable_http import streamable_http_client
 
         limits = httpx2.Timeout(_HTTP_S, read=_HTTP_READ_S)
@@ -171,7 +171,7 @@ async def _client(name: str, server: McpServer, output: OutputTail, stack: Async
 
 
 async def listed_tools(servers: Mapping[str, McpServer]) -> list[tuple[str, Any]]:
-    """Returns the tools of all servers, each with its server's name."""
+    """Returns the tools of all servers as pairs of server name and tool."""
     sessions, found = McpSessions(servers), []
     try:
         await sessions.open()
@@ -187,7 +187,7 @@ async def listed_tools(servers: Mapping[str, McpServer]) -> list[tuple[str, Any]
 
 
 def _text(result: CallToolResult) -> str:
-    """Returns a result as text for the model: its texts, or its value; other parts are only named."""
+    """Returns a result as text for the model: its texts, or else its value; for other parts, only their type."""
     from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 
     texts = []

@@ -1,4 +1,4 @@
-"""Starts and ends the programs of tool servers, and keeps the last bytes of their output."""
+"""Starts and ends the programs of tool servers, and keeps the last output of each server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _POLL_S = 0.05
 class McpServer:
     """Holds the settings of one server.
 
-    ``command`` is a program with its arguments, not a shell command; "python" as its first word is this Python.
-    Without a ``url`` the program speaks over its stdin and stdout, and each episode has its own process. With a
-    ``url`` it serves HTTP there, and each rollout worker has one process; "{port}" in both is a free port. A
-    ``url`` alone is an external server. The program starts in the folder ``cwd``, and gets the variables ``env``
-    and few others.
+    ``command`` is a program with its arguments, not a shell command; the first word "python" is replaced by this Python
+    interpreter. Without ``url``, the program communicates over stdin and stdout, and each episode has a separate
+    process. With ``url``, the program serves HTTP at this address, and each rollout worker has one process; "{port}" in
+    ``command`` and ``url`` is replaced by a free port. With ``url`` and without ``command``, the server is external.
+    The program starts in the folder ``cwd``; its environment has the variables ``env`` and a few standard variables.
     """
 
     command: str = ""
@@ -41,7 +41,7 @@ class McpServer:
 
 
 class OutputTail:
-    """Holds a pipe for the output of a server, and keeps its last bytes."""
+    """Holds a pipe for the output of a server, and keeps the last `_SHOWN` bytes."""
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe()
@@ -56,7 +56,7 @@ class OutputTail:
                 self._kept = (self._kept + part)[-_SHOWN:]
 
     def text(self) -> str:
-        """Returns the last output."""
+        """Returns the kept output as text."""
         if not self._closed:
             self._read()
         return self._kept.decode(errors="replace").strip()
@@ -71,7 +71,7 @@ class OutputTail:
 
 
 def server_command(command: str) -> list[str]:
-    """Returns a program with its arguments; the word "python" is this Python. Raises ValueError for an open quote."""
+    """Splits a command into words; "python" becomes this Python interpreter. Raises ValueError for an open quote."""
     program, *arguments = shlex.split(command)
     return [sys.executable if program == "python" else program, *arguments]
 
@@ -86,14 +86,14 @@ class _Running:
 
 
 class HttpServers:
-    """Holds the HTTP servers that this process has started, and restarts a server that has ended."""
+    """Holds the HTTP servers of this process; starts a server on first use, and restarts a server that has ended."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def url(self, name: str, server: McpServer) -> str:
-        """Returns the address at which the server takes connections."""
+        """Returns the address of a running server; starts the server if needed."""
         key = json.dumps(asdict(server), sort_keys=True)
         async with self._locks.setdefault(key, asyncio.Lock()):
             running = self._running.get(key)
@@ -107,7 +107,7 @@ class HttpServers:
             return running.url
 
     def kill(self) -> None:
-        """Kills all servers with their children."""
+        """Kills all servers with their child processes."""
         for running in self._running.values():
             running.process.kill()
 
@@ -132,7 +132,7 @@ def _started(server: McpServer) -> _Running:
 
 
 async def _until_it_listens(name: str, running: _Running) -> None:
-    """Waits until a server takes connections; the deadline is that of the caller, which opens the session."""
+    """Waits until a server accepts connections; the caller, which opens the session, has a deadline."""
     from urllib.parse import urlsplit
 
     where = urlsplit(running.url)

@@ -1,9 +1,9 @@
-"""An example agent with its own loop and a calculator tool; it needs only the standard library.
+"""An example of an agent: a loop with a calculator tool. It needs only the standard library.
 
     python -m relax_core experiment=calculator env=agent agent.command="python examples/agents/calculator.py"
 
-With agent.workers=0 it plays the task in the file RELAX_TASK and writes its result to the file RELAX_RESULT. With
-agent.workers=4 it reads tasks from stdin, one JSON object per line, and writes one result line for each.
+With agent.workers=0, it reads one task from the file RELAX_TASK and writes the result to the file RELAX_RESULT. With
+agent.workers=4, it reads tasks from stdin, one JSON object per line, and writes one result line per task.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def play(row: dict, base_url: str, api_key: str) -> dict:
 
 
 def main() -> None:
-    """Plays one task, or the tasks from stdin."""
+    """Plays the task in a file, or all tasks from stdin."""
     if "RELAX_TASK" in os.environ:
         row = json.loads(Path(os.environ["RELAX_TASK"]).read_text())
         result = play(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])

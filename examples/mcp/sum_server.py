@@ -1,6 +1,6 @@
-"""A small MCP server with two tools: the sum of numbers, and a running total of its process.
+"""A small MCP server with two tools: the sum of numbers, and a running total per server process.
 
-It uses stdin and stdout, or HTTP with ``--port``. It needs the package `mcp`.
+The server uses stdin and stdout, or HTTP with ``--port``. It needs the package `mcp`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small OpenEnv server: guess a number from 1 to 9. It needs the package `openenv`.
+"""A small OpenEnv server for a game: guess a number from 1 to 9. It needs the package `openenv`.
 
 python guess_server.py --port=8000
 """

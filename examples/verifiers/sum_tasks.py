@@ -1,7 +1,7 @@
 """A small taskset for the package verifiers: sums of two numbers, and a harness with a calculator tool.
 
-A taskset that uses a harness of the package, such as "null" or "bash", needs the program `uv` and a network, because
-the package installs what such a harness needs when it starts.
+With a harness of the package, such as "null" or "bash", a taskset needs the program `uv` and a network, because the
+package installs the harness at the start.
 """
 
 from __future__ import annotations

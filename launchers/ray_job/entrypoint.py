@@ -14,11 +14,11 @@ from relax_core.config.saved_config import plain, to_yaml
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 from relax_core.control.host.ray_session import ONE_THREAD
 
-EXTRA_STOP_S = 30  # added to run.stop_timeout_s; a job that has not stopped by then is killed by Ray
+EXTRA_STOP_S = 30  # added to run.stop_timeout_s; Ray then kills a job that has not stopped
 
 
 def launcher_of(config: RelaxConfig) -> RayJobLauncherConfig:
-    """Returns ``config.launcher``, typed. The configuration has launcher=ray_job."""
+    """Returns ``config.launcher`` with its type for launcher=ray_job."""
     assert isinstance(config.launcher, RayJobLauncherConfig), "validated"
     return config.launcher
 
@@ -32,17 +32,18 @@ def entrypoint(launcher: RayJobLauncherConfig, *arguments: str) -> str:
 def variables(config: RelaxConfig) -> dict[str, str]:
     """Returns the environment variables of the job's processes.
 
-    They give a stopped run the time that it needs for a checkpoint. Ray's default is 3 s.
+    They give a stopped run enough time for a checkpoint. Ray's default is 3 s.
     """
     launcher, stop_s = launcher_of(config), int(config.run.stop_timeout_s) + EXTRA_STOP_S
     return {**ONE_THREAD, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s), **environment(launcher.env)}
 
 
 def job_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
-    """Returns the text of submitted.yaml for a job; all users with access to the job can read its configuration.
+    """Returns the text of submitted.yaml for a job.
 
-    Secrets by reference stay references, which the job resolves on the cluster. launcher.env is left out, because the
-    job's processes have these variables. Raises ValueError for a secret that is not a reference.
+    All users with access to the job can read this text. Secrets that are references stay references; the job resolves
+    them on the cluster. launcher.env is left out, because the job's processes already have these variables. Raises
+    ValueError for a secret that is not a reference.
     """
     sent = replace(config, launcher=replace(launcher_of(config), env=[]))
     addresses = [word for word in launcher_of(config).env if without_address_secrets(word) != word]

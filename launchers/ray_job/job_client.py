@@ -1,4 +1,4 @@
-"""Submits a run to a Ray cluster that exists already, through Ray's job API, and follows or stops the job."""
+"""Submits a run to an existing Ray cluster through Ray's job API, and follows or stops the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLL_S = 1.0
 class RayJob:
     """Describes a run that was submitted.
 
-    ``token_file`` holds the cluster's token, and is None if the cluster has none.
+    ``token_file`` is the file with the cluster's token, or None if the cluster has no token.
     """
 
     job_id: str
@@ -43,8 +43,8 @@ class RayJob:
 def launch(config: RelaxConfig) -> int:
     """Submits the run, or prints its KubeRay manifest if ``launcher.dry_run`` is set.
 
-    Returns the exit code. With ``launcher.follow`` it follows the run to its end and returns the run's own exit code.
-    It returns 0 if the run was only submitted or printed, and 2 if the cluster rejects the run.
+    Returns the exit code. With ``launcher.follow``, follows the run to its end and returns the run's exit code. Returns
+    0 if the run was only submitted or printed, and 2 if the cluster rejects the run.
     """
     launcher = launcher_of(config)
     try:
@@ -64,8 +64,8 @@ def launch(config: RelaxConfig) -> int:
 def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     """Submits the run as a job and, if this machine has access to the run's folder, writes job.json into it.
 
-    Raises ConnectionError or RuntimeError if the cluster rejects the job, and ValueError if the configuration has a
-    secret.
+    Raises ConnectionError or RuntimeError if the cluster rejects the job, and ValueError if the configuration contains
+    a secret.
     """
     launcher = launcher_of(config)
     job = RayJob(job_id="", address=launcher.address, token_file=launcher.token_file, run_dir=Path(config.run.dir))
@@ -80,10 +80,9 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
 
 
 def follow(job: RayJob, *, output: bool = True) -> int:
-    """Prints the job's states, and its output if ``output`` is set, until the job ends.
+    """Prints the job's states until the job ends. Prints its output, too, if ``output`` is set.
 
-    Returns the run's exit code. Returns 1 if the run had no exit code, and 130 after Ctrl-C, which leaves the job
-    running.
+    Returns the run's exit code, or 1 if the run had no exit code. Ctrl-C leaves the job running and returns 130.
     """
     from ray.job_submission import JobStatus
 
@@ -112,7 +111,10 @@ def follow(job: RayJob, *, output: bool = True) -> int:
 
 
 def execute_command(command: str, record: dict[str, Any]) -> int:
-    """Executes a command of `python -m launchers.jobs` for a Ray job. ``record`` is the content of its job.json."""
+    """Executes a command of `python -m launchers.jobs` for a Ray job.
+
+    ``record`` is the content of the job's job.json.
+    """
     job = RayJob(
         job_id=record["job_id"],
         address=record["address"],
@@ -131,7 +133,7 @@ def execute_command(command: str, record: dict[str, Any]) -> int:
 
 
 def _end(job: RayJob, info: Any) -> int:
-    """Prints and returns the run's exit code. Ray's own command line returns 1 for every failure."""
+    """Prints and returns the run's exit code. Ray's command line would return 1 for every failure."""
     code = STOPPED if info.status.value == "STOPPED" else info.driver_exit_code  # Ray keeps no code of a stopped job
     if code is None:
         print(f"relax: the run reported no exit code: {info.message}", file=sys.stderr)
@@ -149,7 +151,7 @@ def _client(job: RayJob) -> JobSubmissionClient:
     class Client(JobSubmissionClient):
         def _do_request(self, *arguments: Any, **options: Any) -> Any:
             answer = super()._do_request(*arguments, **{**options, "allow_redirects": False})
-            if answer.is_redirect:  # the token and the job's variables are for this address
+            if answer.is_redirect:  # token and variables may be sent only to this address
                 raise ConnectionError(
                     f"launcher.address={job.address}: the server redirects the request, with status "
                     f"{answer.status_code}. Set the address that answers without a redirect."

@@ -17,14 +17,14 @@ from relax_core.control.host.ray_session import RAY_CPUS
 
 CONFIG_FOLDER = "/etc/relax"
 SHARED_MEMORY = "/dev/shm"
-NAME_LENGTH = 47  # KubeRay limits the name, because it appends to it
+NAME_LENGTH = 47  # KubeRay limits the name, because it appends a suffix
 
 
 def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
-    """Returns YAML with a ConfigMap, which holds the run's configuration, and the RayJob that executes it (ray.io/v1).
+    """Returns YAML with a ConfigMap for the run's configuration and a RayJob that executes the run (ray.io/v1).
 
-    KubeRay creates the cluster's token as a separate secret (authOptions), so the manifest holds no secret. Raises
-    ValueError if the configuration has a secret.
+    KubeRay creates the cluster's token as a separate secret (authOptions), so the manifest contains no secret. Raises
+    ValueError if the configuration contains a secret.
     """
     launcher = launcher_of(config)
     name = _name(config.name)
@@ -43,7 +43,7 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
             "entrypoint": entrypoint(launcher, f"{CONFIG_FOLDER}/{CONFIG_FILE}"),
             "runtimeEnvYAML": yaml.safe_dump({"env_vars": variables(config)}),
             "shutdownAfterJobFinishes": True,
-            "backoffLimit": 0,  # the run recovers by itself; a second job would enter the same folder
+            "backoffLimit": 0,  # no retries: the run recovers by itself, and a second job would use the same folder
             "rayClusterSpec": _cluster(config, launcher, name),
         },
     }

@@ -16,25 +16,25 @@ from launchers.submitted import RunEnd, read_end
 FAILED = 1
 INTERRUPTED = 130
 POLL_S = 1.0
-QUEUE_POLL_S = 10.0  # interval between two queries about a job that has waited in the queue for long
-VISIBLE_S = 15.0  # a shared folder shows a file of another node within this time
+QUEUE_POLL_S = 10.0  # longest interval between two queries about a job in the queue
+VISIBLE_S = 15.0  # a file of another node appears in a shared folder within this time
 _SUBMITIT_PREFIX = "submitit "
 
 
 @dataclass
 class Output:
-    """Prints the lines of a growing file that it has not printed yet."""
+    """Prints the new lines of a growing file."""
 
     file: Path | None
     _offset: int = 0
     _rest: str = field(default="")
 
     def show(self) -> None:
-        """Prints the new whole lines, except for submitit's own."""
+        """Prints the new complete lines, except for lines of submitit."""
         if self.file is None or not self.file.is_file():
             return
         with self.file.open("rb") as stream:
-            if self.file.stat().st_size < self._offset:  # a requeued job starts the file again
+            if self.file.stat().st_size < self._offset:  # a requeued job writes the file anew
                 self._offset = 0
             stream.seek(self._offset)
             new = stream.read()
@@ -46,10 +46,10 @@ class Output:
 
 
 def follow(run: SlurmRun, *, output: bool = True) -> int:
-    """Prints the job's states, and its output if ``output`` is set, until the job ends.
+    """Prints the job's states until the job ends. Prints its output, too, if ``output`` is set.
 
-    Returns the run's exit code. Returns 1 if the run reported none, and 130 after Ctrl-C, which leaves the job running.
-    It has no timeout while the job waits in the queue, because Slurm decides how long that is.
+    Returns the run's exit code, or 1 if the run reported no exit code. Ctrl-C leaves the job running and returns 130.
+    There is no timeout while the job waits in the queue, because Slurm decides how long a job waits.
     """
     printed, shown = Output(run.output if output else None), ""
     since = time.monotonic()
@@ -74,7 +74,7 @@ def follow(run: SlurmRun, *, output: bool = True) -> int:
 
 
 def _report_end(run: SlurmRun, state: JobState, output: Output) -> int:
-    """Waits for the run's end.json if Slurm's state says that there must be one, and prints how the run ended."""
+    """Prints how the run ended. First waits for the run's end.json if a run with this Slurm state writes one."""
     end = _await_end(run, expected=state.state in ("COMPLETED", "FAILED", "UNKNOWN"))
     output.show()
     if end is None:

@@ -27,7 +27,7 @@ CALL_S = 30.0
 class SlurmRun:
     """Describes a run that was submitted to Slurm.
 
-    ``output`` is the file with the output of the job's first task.
+    ``output`` is the output file of the job's first task.
     """
 
     job_id: str
@@ -39,8 +39,8 @@ class SlurmRun:
 class JobState:
     """Holds the state of a job.
 
-    ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more. ``reason`` is Slurm's reason for
-    the wait or the end. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often it was queued again.
+    ``state`` is Slurm's name of the state, or UNKNOWN if Slurm has no record of the job any more. ``reason`` is Slurm's
+    reason for the wait or the end. ``nodes`` are the nodes of the job. ``restarts`` is the number of requeues.
     """
 
     state: str
@@ -50,11 +50,11 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Returns whether the job neither runs nor waits any more."""
+        """Returns whether the job has ended: it is not running and not waiting."""
         return self.state in ENDED
 
     def describe(self) -> str:
-        """Returns the state as a clause without its subject, such as "ran out of memory"."""
+        """Returns the state as words that complete "the job …", such as "ran out of memory"."""
         again = f", started again {self.restarts} times" if self.restarts else ""
         if self.ended:
             return WORDS[self.state] + again
@@ -64,9 +64,9 @@ class JobState:
 
 
 def job_state(job_id: str) -> JobState:
-    """Returns the state of a job from Slurm's controller, or else from the accounting database if there is one.
+    """Returns the state of a job from Slurm's controller, or from the accounting database if the controller forgot it.
 
-    Raises RuntimeError without an answer. The controller knows a job until some minutes after its end.
+    Raises RuntimeError if Slurm does not answer. The controller forgets a job some minutes after the job's end.
     """
     shown = slurm_call("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
@@ -78,12 +78,12 @@ def job_state(job_id: str) -> JobState:
     )
     if recorded.returncode == 0 and recorded.stdout.strip():
         state, nodes = recorded.stdout.splitlines()[-1].split("|")
-        return JobState(state=state.split()[0], nodes=nodes)  # "CANCELLED by 0"
+        return JobState(state=state.split()[0], nodes=nodes)  # such as "CANCELLED by 0"
     return JobState(state="UNKNOWN")
 
 
 def _of_controller(text: str) -> JobState:
-    """Parses scontrol's line of key=value pairs. A pending job array has one line for all of its jobs."""
+    """Parses scontrol's line of key=value pairs. A pending job array has one line for all jobs."""
     fields = dict(word.split("=", 1) for word in text.splitlines()[0].split() if "=" in word)
     nodes = fields.get("NodeList", "")
     return JobState(

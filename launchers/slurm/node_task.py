@@ -1,14 +1,14 @@
-"""Defines the task that a Slurm job executes on each of its nodes.
+"""Defines the task that a Slurm job executes on each node.
 
-It supervises child processes and never imports Ray.
+The task supervises child processes and never imports Ray.
 
-The first task executes the run. In a job of several nodes it also starts the head of a Ray cluster, which exists as
-long as the job, and each other task starts one Ray node. Tasks communicate by files in a folder of the attempt; each
-file is written whole.
+The first task executes the run. In a job of several nodes, the first task also starts the head of a Ray cluster for the
+lifetime of the job, and each further task starts one Ray node. Tasks communicate by files in a folder of the attempt.
+Each file is written atomically.
 
-After SIGUSR2 (the time limit is near, or Slurm preempts the job) the run writes a checkpoint and the job is queued
-again. After SIGUSR1 the run writes a checkpoint and ends. After SIGTERM (scancel) everything ends at once. Slurm sends
-signals to every process of a job step, so the child processes ignore SIGUSR1 and SIGUSR2.
+SIGUSR2 means that the time limit is near or that Slurm preempts the job: the run writes a checkpoint and the job is
+queued again. After SIGUSR1 the run writes a checkpoint and ends. After SIGTERM (scancel) all processes end at once.
+Slurm sends signals to every process of a job step, so the child processes ignore SIGUSR1 and SIGUSR2.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from relax_core.control.host.run_paths import SHARED_MEMORY, WEIGHTS_PREFIX
 
 FAILED = 1
 POLL_S = 0.2
-HEAD_S = 60.0  # a Ray head listens within this time
-DONE_S = 20.0  # how long a task that lost its Ray node waits until the first task has ended the run
-REQUEUED_S = 60.0  # Slurm ends the processes of a requeued job within this time
+HEAD_S = 60.0  # time limit until a Ray head listens
+DONE_S = 20.0  # after a Ray node is lost, its task waits this time for the first task to end the run
+REQUEUED_S = 60.0  # time limit until Slurm ends the processes of a requeued job
 STOPPED = 128 + signal.SIGTERM
 JOINED = {name: value for name, value in QUIET.items() if name != LOOPBACK_SWITCH}
 JOINED["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
@@ -54,19 +54,19 @@ HEAD, DONE, LOST, RUN = "head", "done", "lost", "run"
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Holds the task that submitit calls on every node. ``run_dir`` is the run's folder."""
+    """Is the task that submitit calls on every node. ``run_dir`` is the run's folder."""
 
     run_dir: str
 
     def __call__(self) -> None:
-        """Executes this node's task, and exits with its code if that is not 0."""
+        """Executes this node's task. Exits with the task's exit code if it is not 0."""
         code = run_task(Path(self.run_dir), TaskIdentity.of_environment())
         if code:
-            sys.exit(code)  # so that Slurm's state of the job is FAILED
+            sys.exit(code)  # sets Slurm's state of the job to FAILED
 
 
 class Signals:
-    """Records the signals that this task receives: requests to queue the job again, stop the run, or end at once."""
+    """Records the signals of this task: requests to queue the job again, to stop the run, or to end at once."""
 
     def __init__(self) -> None:
         self.requeue = self.stop = self.end = False
@@ -81,15 +81,15 @@ class Signals:
 
 
 class Ended(Exception):
-    """The task received SIGTERM, so everything ends at once."""
+    """The task has received SIGTERM, so all its processes end at once."""
 
 
 class NodeLost(Exception):
-    """A Ray node of the job has exited; the error's text names it."""
+    """A Ray node of the job has exited. The error's text names the node."""
 
 
 def run_task(run_dir: Path, identity: TaskIdentity) -> int:
-    """Executes one task and returns its exit code. No process and no temporary folder of the task remains."""
+    """Executes one task and returns its exit code. Ends all its processes and removes its temporary folder."""
     signals = Signals()
     set_private_files()
     config, _ = read_submitted((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ class _Task:
 
     # -- the first task -----------------------------------------------------------------------------------------------
     def lead(self) -> int:
-        """Executes the run and records how it ended. In a job of several nodes it first starts the Ray head."""
+        """Executes the run and records how it ended. In a job of several nodes, first starts the Ray head."""
         address, head = None, None
         try:
             if self._identity.nodes > 1:
@@ -148,9 +148,9 @@ class _Task:
     def _start_head(self) -> tuple[str, Child]:
         new_token_file(self._token)
         self._undo.callback(self._token.unlink, missing_ok=True)
-        # Every port is chosen by the kernel and bound at once: no other user of this node can take it first.
+        # The kernel chooses every port and the port is bound at once, so no other user of this node can take it first.
         head = self._start_ray("head", "--head", "--port=0", "--include-dashboard=false")
-        named = self._folder / "ray" / "ray_current_cluster"  # Ray writes it when the head listens
+        named = self._folder / "ray" / "ray_current_cluster"  # Ray writes this file when the head listens
         self._await(lambda: named.exists() and bool(named.read_text()), head, "the Ray head", HEAD_S)
         address = named.read_text().strip()
         write_atomically(self._attempt / HEAD, f"{address} {self._folder}")
@@ -190,7 +190,7 @@ class _Task:
             return self._record_end(STOPPED, f"Slurm stopped it again (launcher.max_requeues={limit})")
         print("relax: stopped by Slurm with a checkpoint; the job is queued again", flush=True)
         (self._attempt / DONE).touch()
-        self._undo.close()  # before Slurm ends the remaining processes
+        self._undo.close()  # cleans up before Slurm ends the remaining processes
         done = slurm_call("scontrol", "requeue", self._identity.raw_job_id)
         if done.returncode:
             return self._record_end(STOPPED, f"stopped by Slurm, which does not queue it again: {done.stderr.strip()}")
@@ -207,10 +207,10 @@ class _Task:
     # -- the other tasks ----------------------------------------------------------------------------------------------
     def follow(self) -> int:
         """Starts a Ray node and supervises it until the first task is done."""
-        wait_s = HEAD_S + 60.0  # the first task may start later than this one
+        wait_s = HEAD_S + 60.0  # the first task may start later than this task
         self._await((self._attempt / HEAD).exists, None, "the Ray head's address", wait_s)
         address, folder = (self._attempt / HEAD).read_text().split()
-        # A Ray node uses the path of the head's folder on its own machine.
+        # A Ray node uses the same path as the head, on its local disk.
         self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
         self._undo.callback(self._remove_media)
         self._undo.callback(end_children)
@@ -224,7 +224,7 @@ class _Task:
         return 0
 
     def _remove_media(self) -> None:
-        """Removes the media items that a killed run leaves in this node's shared memory."""
+        """Removes media items that a killed run left in this node's shared memory."""
         if (self._attempt / RUN).exists():
             remove_run_folders(int((self._attempt / RUN).read_text()), SHARED_MEMORY)
 
@@ -242,7 +242,7 @@ class _Task:
 
     # -- every task ---------------------------------------------------------------------------------------------------
     def _start_ray(self, name: str, *arguments: str) -> Child:
-        """Starts `ray start --block`, whose log is in the attempt's folder."""
+        """Starts `ray start --block`. Its log is in the attempt's folder."""
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={RAY_CPUS}"]
         command += [f"--num-gpus={self._gpus}", f"--object-store-memory={self._launcher.object_store_mb << 20}"]
@@ -252,7 +252,7 @@ class _Task:
         return self._child(f"Ray's {name}", command, joined=True, log=self._attempt / f"{name}.log")
 
     def _child(self, name: str, command: list[str], *, joined: bool, log: Path | None = None) -> Child:
-        """Starts a process that stops when this process ends, and that ignores Slurm's signals to the whole job."""
+        """Starts a child process. It stops when this process ends, and ignores Slurm's signals to the whole job."""
         return Child(
             command,
             name=name,
@@ -288,9 +288,9 @@ class _Task:
 
 
 def remove_run_folders(pid: int, *parents: Path) -> None:
-    """Removes the published weights and media items that a killed run leaves in folders outside of TMPDIR.
+    """Removes published weights and media items that a killed run left in folders outside of TMPDIR.
 
-    ``pid`` is that of its supervisor.
+    ``pid`` is the process id of the run's supervisor.
     """
     for parent in parents:
         for folder in parent.glob(f"{WEIGHTS_PREFIX}{pid}-*"):

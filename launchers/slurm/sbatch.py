@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
 USAGE = 2
-ARRAY_PARALLELISM = 16  # jobs of a sweep that run at one time
-FOLDER = "slurm"  # in the run's folder; it holds the batch script, the job's output and Ray's logs
+ARRAY_PARALLELISM = 16  # limit of jobs of a sweep that run at the same time
+FOLDER = "slurm"  # subfolder of the run's folder for the batch script, the job's output and Ray's logs
 
 
 def launch(config: RelaxConfig) -> int:
-    """Prints the batch script, submits it unless ``launcher.dry_run`` is set, and returns the exit code.
+    """Prints the batch script and submits it. With ``launcher.dry_run``, only prints it. Returns the exit code.
 
-    With ``launcher.follow`` it follows the run to its end and returns the run's own exit code. It returns 0 if the run
-    was only submitted or printed, and 2 if Slurm rejects the job.
+    With ``launcher.follow``, follows the run to its end and returns the run's exit code. Returns 0 if the run was only
+    submitted or printed, and 2 if Slurm rejects the job.
     """
     launcher = launcher_of(config)
     if launcher.dry_run:
@@ -45,7 +45,7 @@ def launch(config: RelaxConfig) -> int:
 
 
 def launcher_of(config: RelaxConfig) -> SlurmLauncherConfig:
-    """Returns ``config.launcher``, typed. The configuration has launcher=slurm."""
+    """Returns ``config.launcher`` with its type for launcher=slurm."""
     assert isinstance(config.launcher, SlurmLauncherConfig), "validated"
     return config.launcher
 
@@ -55,8 +55,8 @@ def submit(
 ) -> list[SlurmRun]:
     """Submits one job for one configuration, or one job array for several configurations with equal launchers.
 
-    The files of a job array lie in ``folder``. Raises RuntimeError with Slurm's message if Slurm rejects the job; the
-    folders that were made for it are then removed.
+    The files of a job array are in ``folder``. If Slurm rejects the job, removes the new folders and raises
+    RuntimeError with Slurm's message.
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -90,7 +90,7 @@ def submit(
 
 
 def script(config: RelaxConfig, files: Path, *, jobs: int) -> str:
-    """Returns the batch script as submitit writes it, for one job or for a job array of ``jobs`` jobs."""
+    """Returns submitit's batch script for one job, or for a job array of ``jobs`` jobs."""
     executor = _executor(config, files)
     if jobs > 1:
         executor.parameters["map_count"] = jobs
@@ -103,12 +103,12 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
     class Executor(SlurmExecutor):
         @classmethod
         def affinity(cls) -> int:
-            return 2  # so that a machine without Slurm can print the script
+            return 2  # allows a machine without Slurm to print the script
 
     launcher = launcher_of(config)
     if problem := script_path_problem("the folder of the sweep", str(files)):
         raise ValueError(problem)
-    # The shell of the batch script splits this text into the same words.
+    # The shell of the batch script splits this text into the original words.
     python = None if launcher.python is None else shlex.join(shlex.split(launcher.python))
     executor = Executor(files, python=python)
     executor.update_parameters(**_parameters(config, launcher))
@@ -116,7 +116,7 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
 
 
 def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str, Any]:
-    """Returns submitit's parameters for the configuration. A value of None leaves the choice to the cluster."""
+    """Returns submitit's parameters for the configuration. For None, the cluster's default is used."""
     optional = {
         "gpus_per_node": config.placement.gpus_per_node or None,
         "mem": None if launcher.memory_gb is None else f"{round(launcher.memory_gb * 1024)}M",
@@ -132,7 +132,7 @@ def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str,
         "array_parallelism": ARRAY_PARALLELISM,
         "stderr_to_stdout": True,
         "wckey": None,
-        # A task that fails ends the job, because a run on fewer nodes is a different run.
+        # A failed task ends the job, because a run on fewer nodes would be a different run.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={launcher.cpus_per_node}", *launcher.srun],
         "additional_parameters": {"requeue": True} | sbatch_arguments(launcher.sbatch),
         **optional,
@@ -140,7 +140,7 @@ def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str,
 
 
 def _slurm_error(error: Exception) -> str:
-    """Returns sbatch's own error line from submitit's text."""
+    """Returns the error line of sbatch from submitit's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
     return "; ".join(errors) or lines[-1]

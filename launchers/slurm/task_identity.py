@@ -1,4 +1,4 @@
-"""Finds the identity of a task in its Slurm job (rank, node, attempt) and makes its temporary folder on the node."""
+"""Finds the rank, node and attempt of a task in its Slurm job, and makes the task's temporary folder on the node."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from launchers.slurm.job_state import slurm_answer
 
-PREFIX = "rs"  # the job's number follows
-BASE_BYTES = 9  # a socket's path has at most 107 bytes; Ray's names and this module's folder take the rest
+PREFIX = "rs"  # prefix of a folder name, before the job's number
+BASE_BYTES = 9  # limit of TMPDIR's path: sockets have paths of at most 107 bytes, and Ray's names need the rest
 RANDOM_BYTES = 4
-RANDOM = "[A-Za-z0-9_-]{6}"  # the base64 text of the random bytes
+RANDOM = "[A-Za-z0-9_-]{6}"  # base64 text of the random bytes
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIdentity:
-    """Identifies one task of a Slurm job, which has one task a node.
+    """Identifies one task of a Slurm job. A job has one task per node.
 
-    ``rank`` counts the tasks from 0. ``job_id`` is the number that the user sees ("12", or "12_3" in an array);
-    ``raw_job_id`` is Slurm's own number. ``restarts`` counts how often the job was queued again. ``address`` is this
-    node's IP address.
+    ``rank`` counts the tasks from 0. ``job_id`` is the number that the user sees ("12", or "12_3" in an array).
+    ``raw_job_id`` is Slurm's internal number. ``restarts`` is the number of requeues. ``address`` is this node's IP
+    address.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class TaskIdentity:
 
     @property
     def attempt(self) -> str:
-        """Returns the name of this start of this job."""
+        """Returns the name of this start of the job."""
         return f"{self.job_id}-r{self.restarts}"
 
     @classmethod
@@ -63,7 +63,7 @@ class TaskIdentity:
 
 
 def _address(node: str) -> str:
-    """Returns the IP address by which Slurm's own daemons reach this node."""
+    """Returns the IP address at which Slurm's daemons contact this node."""
     shown = slurm_answer("scontrol", "show", "node", node, "-o")
     found = re.search(r"\bNodeAddr=(\S+)", shown)
     return socket.gethostbyname(found[1] if found else node)
@@ -71,10 +71,10 @@ def _address(node: str) -> str:
 
 @contextmanager
 def task_folder(raw_job_id: str) -> Iterator[Path]:
-    """Makes a folder for this task, and removes it when the block ends.
+    """Makes a folder for this task, and removes it after the block.
 
-    It first removes the folders of killed jobs. The folder lies under TMPDIR, or under /tmp if TMPDIR's path is too
-    long for names of sockets.
+    First removes the folders of killed jobs. The folder is under TMPDIR, or under /tmp if TMPDIR's path is too long for
+    socket paths.
     """
     base = Path(tempfile.gettempdir())
     if len(str(base)) > BASE_BYTES:
@@ -82,12 +82,12 @@ def task_folder(raw_job_id: str) -> Iterator[Path]:
     _remove_stale_folders(base)
     folder = (
         base / f"{PREFIX}{raw_job_id}-{secrets.token_urlsafe(RANDOM_BYTES)}"
-    )  # random, so that no other user can create it first
+    )  # a random name, so that no other user can create the folder first
     folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a daemon may still write its last line
+        shutil.rmtree(folder, ignore_errors=True)  # a daemon may still write its last log line
 
 
 def _remove_stale_folders(base: Path) -> None:
@@ -101,13 +101,13 @@ def _remove_stale_folders(base: Path) -> None:
     queued = set(slurm_answer("squeue", "--noheader", "--format=%A").split())
     for folder, job in found_folders.items():
         if job not in queued:
-            shutil.rmtree(folder, ignore_errors=True)  # another task on this node may remove the same folder
+            shutil.rmtree(folder, ignore_errors=True)  # another task on this node may be removing the same folder
 
 
 def _is_folder_of_user(folder: Path) -> bool:
-    """Returns whether a path in a folder of all users is a folder of this user, and not a link to a folder."""
+    """Returns whether a path in a shared folder is a real folder (not a link) of this user."""
     try:
         found = folder.lstat()
-    except FileNotFoundError:  # another task has just removed it
+    except FileNotFoundError:  # another task has just removed the folder
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -1,7 +1,7 @@
 """Turns a reward function of the user's program into a plug-in file that all processes of the run can load.
 
-The user's process pickles the function by value into a file that only this user may read and write. Like every plug-in
-file it is code, so it is refused if other users may read or write it.
+The user's process pickles the function by value into a file that only this user may read and write. The file is code,
+like every plug-in file. Therefore the file is refused if other users may read or write it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ SPEC = function_spec(__file__, FunctionConfig, "{pickled}")
 
 
 def function_text(function: RewardFunction) -> str:
-    """Returns the text of the plug-in file for a function, lambda or callable object.
+    """Returns the text of a plug-in file for a function, lambda or callable object.
 
-    The function may be defined in ``__main__`` or in a notebook cell. Raises `ConfigError` if it is async, or cannot be
-    called with one argument or pickled.
+    The function may be defined in ``__main__`` or in a notebook cell. Raises `ConfigError` if the function is async,
+    cannot be called with one argument, or cannot be pickled.
     """
     try:
         inspect.signature(function).bind(None)
@@ -53,7 +53,7 @@ def function_text(function: RewardFunction) -> str:
         raise ConfigError(
             [
                 f"reward={function!r}: it cannot be called with one argument, a RewardInput: {error}. Give a function "
-                "of one."
+                "of one argument."
             ]
         ) from error
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
@@ -68,7 +68,7 @@ def function_text(function: RewardFunction) -> str:
     try:
         with _by_value(function):
             pickled = cloudpickle.dumps(function)
-    except Exception as error:  # objects that the function refers to may raise any error when pickled
+    except Exception as error:  # objects of the function may raise any error when they are pickled
         raise ConfigError(
             [
                 f"reward={function!r}: it cannot be sent to the run's processes: {type(error).__name__}: {error}. Make "
@@ -80,7 +80,7 @@ def function_text(function: RewardFunction) -> str:
 
 @contextmanager
 def _by_value(function: Any) -> Iterator[None]:
-    """Pickles functions of the user's module by value, so that the run's processes need not import that module."""
+    """Makes cloudpickle pickle the user's module by value, so that the run's processes need not import this module."""
     import cloudpickle
 
     name = getattr(function, "__module__", None) or type(function).__module__
@@ -98,7 +98,7 @@ def _by_value(function: Any) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically that only this user may read."""
+    """Writes a file atomically; only this user may read the file."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -109,9 +109,9 @@ def write_private(path: Path, text: str) -> None:
 def function_spec(file: str, config: type[RewardConfig], pickled: str) -> RewardSpec:
     """Returns the SPEC of a file that `function_text` wrote.
 
-    The file calls this with its own path.
+    The file calls this function with its own path.
 
-    Raises PermissionError, before anything is unpickled, if another user owns the file or may read or write it.
+    Raises PermissionError, before the function is unpickled, if another user owns the file or may read or write it.
     """
     state = os.stat(file)
     if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
@@ -124,7 +124,7 @@ def function_spec(file: str, config: type[RewardConfig], pickled: str) -> Reward
 
     function = cloudpickle.loads(base64.b64decode(pickled))
     if hasattr(function, "__globals__"):
-        function.__globals__[MARK] = True  # errors then name the line in the function
+        function.__globals__[MARK] = True  # with this mark, errors name the line in the function
     return RewardSpec(
         name=getattr(function, "__name__", type(function).__name__),
         summary="a function of the program that started the run",
@@ -135,9 +135,9 @@ def function_spec(file: str, config: type[RewardConfig], pickled: str) -> Reward
 
 
 class _Score:
-    """Calls the function, which takes no settings, as a reward's ``score``.
+    """Calls the user's function, which has no settings, as a reward's ``score``.
 
-    Errors read its name and file from ``__wrapped__``.
+    ``__wrapped__`` provides the function's name and file for error messages.
     """
 
     def __init__(self, function: RewardFunction) -> None:

@@ -1,4 +1,4 @@
-"""Reads a run's folder: summary, metric curves, evaluation answers and samples, as lists and dicts or data frames."""
+"""Reads the summary, metric curves, evaluation answers and samples of a run, as lists, dicts or data frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Summary(Mapping[str, Any]):
 
     @property
     def outcome(self) -> str:
-        """Returns "finished", "stopped", or "failed: " with the first cause."""
+        """Returns "finished", "stopped", or "failed: " and the first cause."""
         return str(self["outcome"])
 
     @property
@@ -52,7 +52,7 @@ class Summary(Mapping[str, Any]):
 class LoadedRun:
     """Reads a run's folder.
 
-    The run may still be live: each method reads its file when it is called.
+    The run may still be live: each method reads its file when it is called. ``summary`` is read once and then kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,10 +65,10 @@ class LoadedRun:
         return Summary(self.folder, json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def curves(self) -> list[dict[str, float]]:
-        """Returns one dict per step: "step", and the metrics of docs/metrics.md by name, such as "actor/reward".
+        """Returns one dict per step: "step" and the metrics of docs/metrics.md by name, such as "actor/reward".
 
-        Records that a resume has undone are omitted. If a source has several records for a step, the last record
-        counts.
+        Records that a resume has undone are left out. If a source has several records for a step, the last value of
+        each metric is used.
         """
         points: dict[int, dict[str, float]] = {}
         for record in without_undone(read_metrics(self.folder)):
@@ -77,22 +77,22 @@ class LoadedRun:
         return [points[step] for step in sorted(points)]
 
     def answers(self) -> list[dict[str, Any]]:
-        """Returns the recorded answers of evaluations: step, prompt, answer (the reference), response, exact."""
+        """Returns one dict per recorded evaluation answer: step, prompt, answer (the reference), response, exact."""
         texts = [record for record in read_texts(self.folder) if record.kind == EVAL]
         return [{"step": record.step, **answer} for record in texts for answer in record.rows]
 
     def samples(self, **filters: str | int) -> list[dict[str, Any]]:
         """Returns one dict per sample, in order of issue, from the run's ledger.
 
-        Its keys are uid, group, state ("trained", "dropped", …), step, version, reason, reward, finish_reason, and the
-        parts of the reward as "part/NAME". ``filters`` are uid, group, step or reason, as for `relax lineage`. Raises
-        FileNotFoundError if the run has no ledger yet.
+        The keys of a dict are uid, group, state ("trained", "dropped", …), step, version, reason, reward,
+        finish_reason, and the parts of the reward as "part/NAME". ``filters`` are uid, group, step or reason, as for
+        `relax lineage`. Raises FileNotFoundError if the run has no ledger yet.
         """
         with LedgerFile(self.folder / LEDGER) as ledger:
             return [_sample(history) for history in ledger.samples(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
-        """Returns "curves", "answers" or "samples" as a data frame. Raises ImportError if pandas is not installed."""
+        """Returns the curves, answers or samples (``what``) as a data frame. Raises ImportError without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -107,7 +107,7 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """Returns the run in ``folder``. Raises FileNotFoundError if the folder is not a run's folder."""
+    """Returns a reader of the run in ``folder``. Raises FileNotFoundError if the folder is not a run's folder."""
     path = Path(folder).expanduser().absolute()
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path}: it has no {CONFIG}, so it is not the folder of a run.")

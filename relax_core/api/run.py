@@ -25,8 +25,8 @@ from relax_core.observe.event_log import ACTOR, EventReader, MetricRecord
 from relax_core.observe.summary import SUMMARY_FILE
 
 POLL_S = 0.2
-END_S = 600.0  # a stopped run writes a checkpoint; its own limits are shorter
-KEPT_LINES = 50  # lines of the run's stderr
+END_S = 600.0  # limit for the end of a stopped run, which writes a checkpoint; the run's own limits are shorter
+KEPT_LINES = 50  # number of kept lines of the run's stderr
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
 
@@ -34,7 +34,7 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 class RunFailed(RuntimeError):
     """Reports that a run has failed.
 
-    The text is the first cause. ``folder`` is the run's folder with its logs, or None if the run had no folder yet.
+    The text is the first cause. ``folder`` is the run's folder with logs, or None if the run had no folder yet.
     ``summary`` is None if the run failed before the first report.
     """
 
@@ -49,13 +49,15 @@ def run(
 ) -> Summary:
     """Executes a run to its end in separate processes, and returns the summary.
 
-    It may be called from any thread. ``overrides`` are as on the command line, such as ``["algo=grpo",
-    "run.steps=20"]``. ``reward`` is a function of one `RewardInput` that returns a number or a `RewardOutput`; it runs
-    in worker processes. ``on_step(step, numbers)`` is called in this thread after each train step, with the metrics of
-    docs/metrics.md. If it returns True, the run stops with a checkpoint and its summary is returned.
+    The function may be called from any thread. ``overrides`` are key=value pairs as on the command line, such as
+    ``["algo=grpo", "run.steps=20"]``. ``reward`` is a function of one `RewardInput` that returns a number or a
+    `RewardOutput`; the function runs in worker processes. ``on_step(step, numbers)`` is called in the calling thread
+    after each train step, with the metrics of docs/metrics.md. If ``on_step`` returns True, the run stops with a
+    checkpoint, and the summary is returned.
 
-    Raises `ConfigError` for a mistake in the configuration, before anything is started, and `RunFailed` for a failed
-    run. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
+    Raises `ConfigError` for a mistake in the configuration, before the run starts, and `RunFailed` for a failed run.
+    After an error of ``on_step`` or a KeyboardInterrupt, the run first stops with a checkpoint; then the error is
+    raised.
     """
     words = _checked_overrides(overrides, reward=reward)
     started = time.time()
@@ -77,13 +79,13 @@ def run(
 
 
 def _checked_overrides(overrides: Sequence[str], *, reward: object) -> list[str]:
-    """Returns the overrides as strings. Raises `ConfigError` if they are not a list of key=value."""
+    """Returns the overrides as strings. Raises `ConfigError` if they are not a list of key=value pairs."""
     if isinstance(overrides, str):
         raise ConfigError([f"relax_core.run({overrides!r}): give a list, [{overrides!r}]."])
     words = [str(word) for word in overrides]
     if flags := [word for word in words if word.startswith("-") or "=" not in word]:
         raise ConfigError(
-            [f"{flag}: relax_core.run takes key=value. The rest is for the command line." for flag in flags]
+            [f"{flag}: relax_core.run takes key=value. Other words are for the command line." for flag in flags]
         )
     named = [word for word in words if word.partition("=")[0] in ("reward", "reward.name")]
     if reward is not None and named:
@@ -94,13 +96,13 @@ def _checked_overrides(overrides: Sequence[str], *, reward: object) -> list[str]
 class _RunProcess:
     """Starts the child process of the run.
 
-    ``code`` is its exit code, or -N if signal N killed it.
+    ``code`` is the exit code of the process, or -N if signal N killed the process.
     """
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
         self._stopping = False
-        terminal = _is_terminal(sys.stdout)  # the child's panel then writes to it directly
+        terminal = _is_terminal(sys.stdout)  # the child then writes its panel directly to the terminal
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers: list[threading.Thread] = []
         with ExitStack() as ends:
@@ -110,13 +112,13 @@ class _RunProcess:
                 log=self._copied_to(sys.stderr, self.last_lines, ends),
                 stdin=subprocess.DEVNULL,
                 stdout=1 if terminal else self._copied_to(sys.stdout, deque(maxlen=1), ends),
-                # The run can import the modules that this program can import. Its output is read line by line.
+                # The run can import all modules that this program can import. The run's output is read line by line.
                 environment=os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"},
                 with_parent=signal.SIGTERM,
             )
 
     def _copied_to(self, target: TextIO, kept: deque[str], ends: ExitStack) -> int:
-        """Returns a descriptor, open until the stack ends; a thread copies its lines to the program's stream."""
+        """Returns a descriptor, open until ``ends`` ends; a thread copies lines from the descriptor to ``target``."""
         read_end, write_end = os.pipe()
         ends.callback(os.close, write_end)
         self._readers.append(_reader(os.fdopen(read_end, "rb"), target, kept))
@@ -129,7 +131,7 @@ class _RunProcess:
         return code
 
     def follow(self, on_step: OnStep | None) -> None:
-        """Waits until the run has ended, and calls ``on_step`` for each train step, including repeated steps."""
+        """Waits until the run has ended; calls ``on_step`` after each train step, also after repeated steps."""
         log: EventReader | None = None
         while True:
             ended = self._child.wait(POLL_S) is not None
@@ -146,7 +148,7 @@ class _RunProcess:
                 return
 
     def location(self) -> Any:
-        """Returns the run's folder and the initial sizes of its event files in bytes; None before the folder exists."""
+        """Returns the run's folder and the initial sizes of the event files in bytes; None before the folder exists."""
         file = self._staging / LOCATION
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -159,7 +161,7 @@ class _RunProcess:
         return messages[-1:] or ["the run could not be started"]
 
     def stop(self, number: signal.Signals) -> None:
-        """Sends the signal and waits until the run has ended. A Ctrl-C during the wait ends the run at once."""
+        """Sends the signal and waits until the run has ended. Ctrl-C during the wait ends the run at once."""
         self._child.send_signal(number)
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
@@ -177,7 +179,7 @@ class _RunProcess:
 
 
 def _reader(pipe: IO[bytes], target: TextIO, kept: deque[str]) -> threading.Thread:
-    """Starts a thread that copies the run's output line by line to the program's stream, which may be a notebook's."""
+    """Starts a thread that copies the run's output line by line to a stream, which may be a notebook's stream."""
 
     def copy_lines() -> None:
         with pipe:
@@ -187,7 +189,7 @@ def _reader(pipe: IO[bytes], target: TextIO, kept: deque[str]) -> threading.Thre
                 try:
                     target.write(text)
                     target.flush()
-                except (OSError, ValueError):  # the stream has no reader or is closed; the run goes on
+                except (OSError, ValueError):  # the stream has no reader or is closed; the run continues
                     pass
 
     thread = threading.Thread(target=copy_lines, name="relax-output", daemon=True)
@@ -203,7 +205,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _outcome(child: _RunProcess, *, started: float) -> Summary:
-    """Returns the summary of the ended run. Raises `ConfigError` and `RunFailed`."""
+    """Returns the summary of the ended run. Raises `ConfigError` or `RunFailed` if the run failed."""
     if child.code == USAGE:
         raise ConfigError(child.problems())
     location = child.location()

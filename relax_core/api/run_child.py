@@ -1,7 +1,8 @@
 """The child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING``.
 
-The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process. The
-child reads the request from it, and writes errors of the configuration or the run's folder to it.
+The process is the run's supervisor, as in a run from the command line. STAGING is a private folder of the parent
+process. The child reads the request from STAGING, and writes errors of the configuration, or the location of the run's
+folder, to STAGING.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def main() -> int:
     """Executes the run and returns its exit code, or 2 for a mistake in the configuration."""
     staging = Path(sys.argv[1])
     set_private_files()
-    del os.environ["PYTHONUNBUFFERED"]  # the child's own processes do not inherit it
+    del os.environ["PYTHONUNBUFFERED"]  # the processes of the run must not inherit this variable
     request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
     try:
         request["words"] = without_secrets(request["words"])
-        # The summary records them as the run's command line.
+        # The summary records these words as the run's command line.
         sys.argv = ["relax", *map(shown, request["words"])]
         config = _config(request, staging)
     except ConfigError as error:
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
-    """Composes and checks the configuration of the request. Raises `ConfigError`."""
+    """Composes and checks the configuration of the request. Raises `ConfigError` for a mistake."""
     from relax_core.preflight import CHECKS, settle
 
     function = ["reward=plugin", f"reward.name={staging / FUNCTION_FILE}"] if request["function"] else []

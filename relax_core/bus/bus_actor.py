@@ -1,7 +1,8 @@
-"""The bus process: one asynchronous Ray actor that wraps `ReplayBuffer` and holds its waiting calls.
+"""The bus process: one asynchronous Ray actor that wraps `ReplayBuffer` and blocks calls until they can proceed.
 
-It imports no torch and holds the run's groups and ledger. A waiting call is woken only if it can proceed, fails, or
-reaches its deadline. For each waiting call the process can report the cause and the tasks that have to act.
+The process stores the run's groups and ledger, and does not import torch. A waiting call returns when it can proceed,
+fails, or reaches its deadline. For each waiting call the process can report why the call waits and which tasks have to
+act.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class _Waiter:
     explain: Callable[[float], str]
     owed_by: Callable[[], list[str]]
     timeout_s: float
-    since: float  # on the event loop's clock
+    since: float  # seconds on the event loop's clock
     task: str | None
     worker: int
     future: asyncio.Future[Any]
 
 
 class WaitingCalls:
-    """Holds all waiting calls of one event loop and serves them in order of arrival."""
+    """Manages the waiting calls of one event loop, in order of arrival."""
 
     def __init__(self) -> None:
         self._waiters: dict[_Waiter, None] = {}
@@ -78,10 +79,11 @@ class WaitingCalls:
         task: str | None = None,
         worker: int = 0,
     ) -> T:
-        """Calls ``attempt`` now and after each `wake`, and returns its first value that is not None.
+        """Calls ``attempt`` now and after each `wake`; returns the first value that is not None.
 
-        Raises `BusTimeout` with the text ``explain(timeout_s)`` after ``timeout_s`` seconds. `fail_task` ends the calls
-        of a ``task`` and ``worker``. `waits` reports them with ``owed_by``, the tasks that have to act.
+        Raises `BusTimeout` with the text ``explain(timeout_s)`` after ``timeout_s`` seconds. `fail_task` ends the
+        waiting calls of a ``task`` and ``worker``. `waits` reports each call with the result of ``owed_by``: the tasks
+        that have to act.
         """
         result = attempt()
         if result is not None:
@@ -106,7 +108,7 @@ class WaitingCalls:
             self._waiters.pop(waiter, None)
 
     def wake(self) -> None:
-        """Tries every waiting call again, because the state has changed."""
+        """Tries every waiting call again. Call this after each change of the state."""
         for waiter in list(self._waiters):
             try:
                 result = waiter.attempt()
@@ -117,17 +119,17 @@ class WaitingCalls:
                 self._finish(waiter, result=result)
 
     def fail_task(self, task: str, error: Exception, *, worker: int = 0) -> None:
-        """Ends the waits of a task's lost worker with ``error``."""
+        """Ends the waiting calls of a task's lost worker with ``error``."""
         for waiter in [waiter for waiter in self._waiters if (waiter.task, waiter.worker) == (task, worker)]:
             self._finish(waiter, error=error)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every wait with ``error``."""
+        """Ends all waiting calls with ``error``."""
         for waiter in list(self._waiters):
             self._finish(waiter, error=error)
 
     def waits(self) -> list[BusWait]:
-        """Returns the waits that belong to a task, longest first."""
+        """Returns the waiting calls of named tasks, longest wait first."""
         now = asyncio.get_running_loop().time()
         return [
             BusWait(
@@ -142,11 +144,11 @@ class WaitingCalls:
         ]
 
     def _time_out(self, waiter: _Waiter) -> None:
-        if waiter in self._waiters:  # else it was woken in the same turn of the event loop
+        if waiter in self._waiters:  # else the call ended in the same turn of the event loop
             self._finish(waiter, error=BusTimeout(waiter.explain(waiter.timeout_s)))
 
     def _finish(self, waiter: _Waiter, *, result: Any = None, error: Exception | None = None) -> None:
-        """Ends a wait and removes it first, so that it cannot end twice."""
+        """Ends a waiting call. Removes the call first, so that it cannot end twice."""
         del self._waiters[waiter]
         if error is not None:
             waiter.future.set_exception(error)
@@ -165,11 +167,11 @@ WRITERS = {  # column → the task that writes it; the rollout writes all other 
     c.TEACHER_TOP_LOGPROBS: "teacher",
 }
 ROLLOUT = "rollout"  # the task name of calls that wait for admissions
-BUS = "bus"  # the task that owes the work while the ledger waits for its disk
+BUS = "bus"  # the name in ``owed_by`` while the ledger waits for its disk
 
 
 def explain_ledger(task: str, journal: Journal, *, waited_s: float) -> str:
-    """Returns text such as "actor waits for the ledger for 3.0 s: 2 MiB wait for the disk: it is slow"."""
+    """Returns a text such as "actor waits for the ledger for 3.0 s: 2 MiB wait for the disk: it is slow"."""
     head = f"{task} waits for the ledger for {waited_s:.1f} s"
     return f"{head}: {journal.waiting_bytes >> 20} MiB wait for the disk: {journal.problem or 'it is slow'}"
 
@@ -211,15 +213,16 @@ def explain_lease(core: ReplayBuffer, request: LeaseRequest, *, waited_s: float)
 
 
 def admit_owed_by(core: ReplayBuffer, worker: int) -> list[str]:
-    """Returns the tasks that have to act before this rollout worker gets an admission.
+    """Returns the tasks that must act before this rollout worker gets an admission.
 
-    The trainer's ack frees credits. If the worker has its limit of groups in flight, only the worker itself can act.
+    The trainer's ack allows new admissions. The list is empty if the worker has its maximum number of groups in flight,
+    because then only the worker itself can act.
     """
     return [ACTOR] if core.free_slots_of(worker) > 0 else []
 
 
 def lease_owed_by(core: ReplayBuffer, request: LeaseRequest) -> list[str]:
-    """Returns the tasks that have to act before this lease can be granted, with rollout workers as "rollout-1"."""
+    """Returns the tasks that must act before this lease can be granted; rollout worker 1 is named "rollout-1"."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
     waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
@@ -235,7 +238,7 @@ def _in_flight(core: ReplayBuffer, groups: list[OpenGroup]) -> list[str]:
         return []
     oldest = groups[0]
     held = sum(group.admission.min_version > core.version for group in groups)
-    early = f", {held} of them held for a later version" if held else ""
+    early = f", {held} of them wait for a later version" if held else ""
     age = core.clock() - oldest.admitted_at
     where = f"{ROLLOUT}-{oldest.worker}, " if any(group.worker for group in groups) else ""
     details = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
@@ -265,7 +268,7 @@ def _count(count: int, what: str) -> list[str]:
     return [f"{count} {what}"] if count else []
 
 
-Answer = bytes | tuple[Any, ...]  # the bytes of a Reply, with the object refs of its blocks if it has any
+Answer = bytes | tuple[Any, ...]  # an encoded Reply, followed by the object refs of its blocks, if any
 
 _groups_decoder = msgspec.msgpack.Decoder(PutMessage)
 _request_decoder = msgspec.msgpack.Decoder(LeaseRequest)
@@ -274,7 +277,7 @@ _columns_decoder = msgspec.msgpack.Decoder(WriteMessage)
 
 @dataclass(frozen=True, slots=True)
 class _StoredPayload:
-    """A large payload in Ray's object store: one array of a block that this process stored."""
+    """Refers to a large payload in Ray's object store: one array of a block that this process has stored."""
 
     block: ray.ObjectRef
     position: int
@@ -285,7 +288,7 @@ class _StoredPayload:
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
-    """Wraps a method so that it returns its value, or one of the contract's errors, as a `Reply`."""
+    """Wraps a method so that its value, or its error if it is in `ERRORS`, is returned as a `Reply`."""
 
     @functools.wraps(method)
     async def answer(self: BusActor, *args: Any) -> Answer:
@@ -308,7 +311,7 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
 
 
 class BusActor:
-    """Runs the bus process. Its methods take msgpack bodies and deadlines in seconds; `RayBus` is their client."""
+    """Runs the bus process; `RayBus` is its client. Parameters are msgpack bodies and deadlines in seconds."""
 
     def __init__(self, settings: bytes, ledger_path: str) -> None:
         self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
@@ -317,10 +320,10 @@ class BusActor:
         self._core = ReplayBuffer(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
-        self._drain: asyncio.TimerHandle | None = None  # the next check of a journal with too many unwritten events
+        self._drain: asyncio.TimerHandle | None = None  # next check of a journal with too many unwritten events
         self._snapshots: dict[object, float] = {}  # start times (loop's clock) of snapshots that wait for the disk
         self._media = self._stored_media()
-        self._lost: BusLost | None = None  # set by a backend that stores payloads in other processes
+        self._lost: BusLost | None = None  # set by a subclass if processes with payloads have exited
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
     @answers
@@ -340,7 +343,7 @@ class BusActor:
         )
 
     def _admit(self, max_groups: int, worker: int) -> list[Admission] | None:
-        """Admits groups unless too many events wait for the disk; then it schedules another check."""
+        """Admits groups. While too many events wait for the disk, schedules another check and returns None."""
         if not self._journal.overfull:
             return self._core.admit(max_groups, worker=worker) or None
         if self._drain is None:
@@ -353,9 +356,9 @@ class BusActor:
 
     @answers
     async def reclaim(self, worker: int) -> Any:
-        """Returns the worker's admissions in flight, and ends the waits of its previous process."""
+        """Returns the worker's admissions in flight, and ends the waiting calls of the worker's previous process."""
         reclaimed = self._core.reclaim(worker=worker)
-        # Ray does not cancel the call of a killed process. It would take credits that no process uses.
+        # Ray does not cancel the call of a killed process. The call would get admissions that no process uses.
         lost = LeaseLost(f"the admissions of an earlier process of {ROLLOUT}-{worker} were reclaimed")
         self._waiting.fail_task(ROLLOUT, lost, worker=worker)
         return reclaimed
@@ -381,7 +384,7 @@ class BusActor:
 
     @answers
     async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
-        """Waits for a version change. After ``timeout_s`` it returns the old version without groups."""
+        """Waits for a version change. After ``timeout_s``, returns the unchanged version without groups."""
         try:
             return await self._waiting.wait(
                 lambda: self._core.version_change(since_version, worker=worker),
@@ -394,7 +397,7 @@ class BusActor:
     # -- media items ----------------------------------------------------------------------------------------------
     @answers
     async def hold(self, items: dict[str, int], worker: int, node_id: str) -> Any:
-        """Records that a rollout worker uses these items, and returns the digests that its node does not store."""
+        """Records that a rollout worker uses these items; returns the digests of items without a file on its node."""
         media = self._require_media()
         self._core.hold(items, worker=worker)
         if isinstance(media, MediaNodes):
@@ -431,7 +434,7 @@ class BusActor:
         return self._media
 
     def remove_unnamed_media(self) -> None:
-        """Starts to remove the tensors of items without references."""
+        """Starts to remove the files of items without references."""
         unnamed = self._core.media.take_unnamed()
         if unnamed and self._media is not None:
             self._media.remove(unnamed)
@@ -447,7 +450,7 @@ class BusActor:
 
     @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
-        """Adds columns to a lease's groups and ends the lease. If ``then`` requests the next lease, waits for it."""
+        """Adds columns to a lease's groups and ends the lease. Then waits for the next lease, if ``then`` is given."""
         written = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
         columns = {uid: {**small, **_stored(large, blocks, refs)} for uid, (small, large) in written.items()}
@@ -461,7 +464,7 @@ class BusActor:
     async def ack(
         self, lease_ids: list[int], step: int, dropped: dict[str, str], then: bytes | None, timeout_s: float
     ) -> Any:
-        """Records a train step. If ``then`` requests the next lease, waits for it."""
+        """Records a train step. Then waits for the next lease, if ``then`` is given."""
         self._core.ack(lease_ids, step=step, dropped=dropped)
         self._changed()
         return await self._lease(then, timeout_s, after=f"the ack of step {step} is recorded; ") if then else None
@@ -517,7 +520,7 @@ class BusActor:
 
     @answers
     async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
-        """Waits at most ``timeout_s`` until the version changes or the bus is closed, and returns the counts."""
+        """Returns the counts when the version changes or the bus is closed, but at most after ``timeout_s`` seconds."""
 
         def attempt() -> BusProgress | None:
             moved = self._core.version != since_version or self._core.close_reason is not None
@@ -530,7 +533,7 @@ class BusActor:
 
     @answers
     async def snapshot(self, timeout_s: float) -> Any:
-        """Returns the state for a checkpoint once the ledger's events are on disk."""
+        """Waits until the ledger's events are on disk, then returns the state for a checkpoint."""
         snapshot, waits = self._core.snapshot(), object()
         self._snapshots[waits] = asyncio.get_running_loop().time()
         try:
@@ -552,11 +555,11 @@ class BusActor:
         await asyncio.to_thread(self._journal.close, timeout_s=timeout_s)
 
     async def describe(self) -> tuple[int, bytes, bytes]:
-        """Returns (process id, settings, location of the payloads or None), the last two as msgpack."""
+        """Returns (process id, settings, location of the payloads or None). Settings and location are msgpack."""
         return os.getpid(), encode(self._settings), encode(None)
 
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the lease as a message, and the object refs of the blocks that it refers to."""
+        """Returns the lease as a message, and the object refs of the blocks with its large payloads."""
         numbers: dict[ray.ObjectRef, int] = {}
         groups, locations = [], []
         for group in lease.rows:
@@ -577,7 +580,7 @@ class BusActor:
         self._arm_expiry()
 
     def _arm_expiry(self) -> None:
-        """Sets the timer to the expiry of the next lease."""
+        """Sets the timer to the time when the next lease expires."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

@@ -1,4 +1,4 @@
-"""The data cursor: chooses the next group and its prompt, with data.mix (shares of modalities) and without it."""
+"""The data cursor: chooses the next group and its prompt, also with data.mix (shares of modalities)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptDraw:
-    """Describes a group that may be issued.
+    """Describes the next group to issue.
 
-    With data.mix, ``drawn`` is the index of its prompt in the mixed order and ``modality`` is the prompt's modality;
-    without data.mix they are None and empty.
+    With data.mix, ``drawn`` is the index of the group's prompt in the mixed order, and ``modality`` is the prompt's
+    modality. Without data.mix, ``drawn`` is None and ``modality`` is empty.
     """
 
     index: int
@@ -42,14 +42,14 @@ class PromptDraw:
 
 
 class DataCursor:
-    """Numbers the groups of a run without data.mix in order of issue. A group and its prompt have the same index."""
+    """Numbers the groups of a run without data.mix in order of issue. Group i gets prompt i."""
 
     def __init__(self) -> None:
         self.next_index = 0
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
 
     def admit(self, core: ReplayBuffer, max_groups: int) -> list[PromptDraw]:
-        """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
+        """Returns the groups to admit now, at most ``max_groups``. The caller must issue all of them."""
         return [self._draw(min_version) for min_version in admissible_versions(core, max_groups)]
 
     def _draw(self, min_version: int) -> PromptDraw:
@@ -81,11 +81,11 @@ class DataCursor:
 
 
 class MixedCursor(DataCursor):
-    """Draws the prompts of a run with data.mix, and gives each modality its slots of every train step.
+    """Draws the prompts of a run with data.mix, and assigns to each modality its slots in every train step.
 
-    A `MixOrder` assigns a modality to every slot of all steps and to every prompt. Admission and selection treat each
-    modality as a separate run: the next prompt of the same modality fills the slot of a dropped group. The cursor is
-    the number of prompts that were drawn from each modality.
+    A `MixOrder` assigns a modality to every slot of all steps and to every prompt. Admission and selection handle each
+    modality separately: if a group is dropped, the next prompt of the same modality fills its slot. The cursor's
+    position is the number of drawn prompts of each modality.
     """
 
     def __init__(self, settings: BusSettings) -> None:
@@ -93,13 +93,11 @@ class MixedCursor(DataCursor):
         self._settings = settings
         self._order = MixOrder(settings.mix)
         self._given = dict.fromkeys(self._order.names, 0)
-        self._drawn: dict[int, int] = {}  # group index → prompt index, of groups that must be issued again
+        self._drawn: dict[int, int] = {}  # group index → prompt index, for groups that must be issued again
 
     def admit(self, core: ReplayBuffer, max_groups: int) -> list[PromptDraw]:
-        """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
-        found: list[
-            tuple[int, int, PromptDraw]
-        ] = []  # (sort key, sort key, draw): a snapshot's groups keep their old order
+        """Returns the groups to admit now, at most ``max_groups``. The caller must issue all of them."""
+        found: list[tuple[int, int, PromptDraw]] = []  # (two sort keys, draw); a snapshot's groups keep their old order
         for modality in self._order.names:
             again = [entry for entry in self._reissue if self._order.at(self._drawn[entry[0]])[0] == modality]
             versions = self._admissible_versions(core, modality, max_groups)
@@ -134,7 +132,7 @@ class MixedCursor(DataCursor):
         )
 
     def _wanted(self, modality: str, open_groups: list[OpenGroup], *, version: int, ahead: int) -> int:
-        """Returns how many groups of a modality may enter for step ``version`` and the ``ahead`` steps after it."""
+        """Returns how many groups of a modality may enter for step ``version`` and the next ``ahead`` steps."""
         settings = self._settings
         leased = sum(group.actor_step == version for group in open_groups)
         slots = self._slots(modality, version, version + ahead + 1, each=settings.groups_per_step) - leased
@@ -143,15 +141,15 @@ class MixedCursor(DataCursor):
         return slots + self._slots(modality, version, version + ahead + 1, each=settings.spare_groups)
 
     def _slots(self, modality: str, first: int, end: int, *, each: int) -> int:
-        """Returns a modality's number of slots in steps ``first`` to ``end`` - 1, if each step has ``each`` slots."""
+        """Returns a modality's number of slots in steps ``first`` to ``end`` - 1, with ``each`` slots per step."""
         return self._order.count(modality, end * each) - self._order.count(modality, first * each)
 
     def choose(self, core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
-        """Returns the groups that a lease gets now. The actor gets one group for each slot of each modality.
+        """Returns the groups for a lease. The actor gets one group for each slot of each modality.
 
-        Slots are reserved for groups that leave the window after this step, even if they are not ready. Over-sampling
-        therefore drops the slowest groups of each modality, in proportion to its share. At staleness 0 without
-        over-sampling exactly the step's groups were admitted, and they keep their order.
+        Slots are reserved for groups that leave the window after this step, even if these groups are not ready.
+        Over-sampling therefore drops the slowest groups of each modality, in proportion to the modality's share. At
+        staleness 0 without over-sampling, exactly the step's groups were admitted, and they keep their order.
         """
         settings = self._settings
         if request.step is None or keeps_order(settings):
@@ -178,7 +176,7 @@ class MixedCursor(DataCursor):
         )
 
     def restore(self, state: Snapshot) -> None:
-        """Restores a snapshot. Raises ValueError if it was made without data.mix."""
+        """Restores a snapshot. Raises ValueError if the snapshot's run had no data.mix."""
         if state.next_index and not state.given:
             raise ValueError(
                 f"data.mix={self._settings.mix}: the checkpoint was made without it. Resume with data.mix=null, or "
@@ -190,12 +188,12 @@ class MixedCursor(DataCursor):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Holds the state of a bus without its payloads.
+    """Holds the state of a bus, without payloads.
 
-    ``version`` is the number of finished train steps. ``next_index`` is the data cursor. ``open_groups`` lists (index,
-    attempt) of every unfinished group, in order of issue; they are admitted again. With data.mix, ``given`` maps each
-    modality to the number of its drawn prompts, and ``drawn`` maps the index of each open group to the index of its
-    prompt in the mixed order.
+    ``version`` is the number of finished train steps. ``next_index`` is the index of the next new group.
+    ``open_groups`` lists (index, attempt) of every unfinished group, in order of issue; after a restore these groups
+    are admitted again. With data.mix, ``given`` maps each modality to the number of its drawn prompts, and ``drawn``
+    maps each open group's index to its prompt's index in the mixed order.
     """
 
     version: int

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ray", "transfer_queue")
 
-# Each waiting call counts as one of the actor's concurrent calls, and the call that ends the wait needs a free place.
+# Maximum number of the actor's concurrent calls. Waiting calls count, too, and the call that ends their wait needs a
+# slot.
 _MAX_CALLS = 10_000
 START_TIMEOUT_S = 60.0
 
@@ -34,13 +35,13 @@ def create_bus(
     node_options: Mapping[str, Any] | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> RayBus:
-    """Starts the bus process and waits at most ``timeout_s`` seconds until it answers.
+    """Starts the bus process and waits up to ``timeout_s`` seconds for its first reply.
 
-    `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
-    function. ``plane`` stores the payloads of bus=transfer_queue. If it is None, this function starts a data plane that
-    ends with the bus, with sockets below ``socket_folder``. That path must be short, because a socket's path may have
-    at most 107 bytes. ``node_options`` are Ray's options for the node of the bus process. Raises ValueError for an
-    unknown backend.
+    `connect_bus` finds the bus by ``name`` and ``namespace``. The bus process ends with the process that called this
+    function. ``plane`` stores the payloads of bus=transfer_queue. If ``plane`` is None, this function starts a data
+    plane that ends with the bus, with sockets below ``socket_folder``. ``socket_folder`` must be short, because the
+    path of a socket has at most 107 bytes. ``node_options`` are Ray's options that select the node of the bus process.
+    Raises ValueError for an unknown backend.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -109,5 +110,5 @@ def connect_bus(name: str, namespace: str) -> RayBus:
 
     location = msgspec.msgpack.decode(payload_location, type=PayloadLocation)
     bus = TransferQueueBus(actor, settings=settings, location=location)
-    bus.open()  # import and connection take seconds; do it during the start of the run
+    bus.open()  # imports and connects during the run's start, because this takes seconds
     return bus

@@ -1,7 +1,7 @@
-"""The ledger on disk: a thread appends events to SQLite in batches, so no call to the bus waits for the disk.
+"""The ledger on disk: a thread appends events to SQLite in batches, so calls to the bus do not wait for the disk.
 
-If a disk outage or another program's lock prevents the write of a batch, the batch stays in memory and is retried, and
-later events wait.
+If a disk outage or another program's lock prevents the write of a batch, the batch stays in memory and is retried.
+Later events wait for it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from relax_core.contracts.bus import BusTimeout
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 from relax_core.contracts.outage import RETRY_S, Outage, retry_through_outage, sqlite_code
 
-GATHER_S = 0.2  # the thread gathers events for this long and writes them as one batch
-OPEN_S = 60.0  # longest outage or lock while the file is opened
-MAX_WAITING_BYTES = 256 << 20  # while more events than this wait for the disk, the bus admits no group
-EVENT_BYTES, UID_BYTES = 512, 160  # estimates of an event and of each of its uids in memory
+GATHER_S = 0.2  # the thread gathers events for this time and writes them as one batch
+OPEN_S = 60.0  # maximum wait for an outage or a lock when the file is opened
+MAX_WAITING_BYTES = 256 << 20  # the bus admits no group while more bytes of events wait for the disk
+EVENT_BYTES, UID_BYTES = 512, 160  # estimated memory of an event, and of each uid in it
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
 _FIELDS = "event TEXT, uid TEXT, group_uid TEXT, step INTEGER, version INTEGER, reason TEXT, time REAL"
@@ -95,15 +95,15 @@ class _Flushed(NamedTuple):
 
 
 class Journal:
-    """Appends events to table ``events`` of the SQLite file ``path``.
+    """Appends events to the table ``events`` of the SQLite file ``path``.
 
-    A restore moves the events that it undoes to table ``rolled_back``. A later restore to a checkpoint after these
-    events moves them back. Table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group, under
-    the id of the group's first ``put`` event.
+    A restore moves the events after the checkpoint to the table ``rolled_back``. A later restore to a newer checkpoint
+    moves them back. The table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group; a row's id
+    is the id of the group's first ``put`` event.
 
-    In an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory and are written after its
-    end. After any other SQLite error the thread stops writing and the bus continues; the next `flush` raises
-    `LedgerUnwritable`.
+    During an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory; they are written after
+    the outage. After any other SQLite error the thread stops writing, and the bus continues. The next `flush` then
+    raises `LedgerUnwritable`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,14 +111,14 @@ class Journal:
         self._outage = Outage(f"the ledger {path}")
         self._given_up = threading.Event()
         self._database: sqlite3.Connection | None = None
-        self._uncertain = False  # whether a failed attempt may have written the batch
+        self._uncertain = False  # True if a failed attempt may have written the batch
         try:
             self.position: int = retry_through_outage(self._prepare, self._outage, limit_s=OPEN_S)
         except sqlite3.OperationalError as error:
             raise LedgerUnwritable(f"the ledger could not be opened at {path}: {error}") from error
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
-        self._queued_bytes = 0  # changed only by the caller's thread
-        self._written_bytes = 0  # changed only by the writer thread
+        self._queued_bytes = 0  # only the caller's thread changes this field
+        self._written_bytes = 0  # only the writer thread changes this field
         self._pending = threading.Event()
         self._hurry = threading.Event()
         self._closed = False
@@ -128,17 +128,17 @@ class Journal:
 
     @property
     def problem(self) -> str:
-        """Returns why events cannot be written, such as "database is locked since 12 s"; "" if they can."""
+        """Returns why events cannot be written, such as "database is locked since 12 s"; "" if there is no problem."""
         return self._outage.problem
 
     @property
     def waiting_bytes(self) -> int:
-        """Returns an estimate of the memory in bytes of events that are not on disk yet."""
+        """Estimates the memory of events that are not on disk yet, in bytes."""
         return self._queued_bytes - self._written_bytes
 
     @property
     def overfull(self) -> bool:
-        """Returns whether too many events wait for the disk to admit new groups."""
+        """Returns whether so many events wait for the disk that no group may be admitted."""
         return self.waiting_bytes > MAX_WAITING_BYTES
 
     def append(
@@ -153,10 +153,10 @@ class Journal:
         reason: str = "",
         persisted: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Appends one event for each uid and never waits for the disk.
+        """Appends one event for each uid, without waiting for the disk.
 
-        ``versions`` has one weight version for each uid; ``version`` applies to all uids. ``persisted`` holds the
-        payloads of `PERSISTED_COLUMNS`, which become one row of table ``generated``.
+        ``versions`` has one weight version for each uid; ``version`` applies to all uids. ``persisted`` contains the
+        payloads of `PERSISTED_COLUMNS`, which become one row of the table ``generated``.
         """
         first_id = self.position + 1
         self.position += len(uids)
@@ -165,7 +165,7 @@ class Journal:
         )
 
     def roll_back(self, position: int) -> None:
-        """Restores the events that were in force at ``position``, an earlier value of attribute `position`.
+        """Restores the events that were in force at ``position``, an earlier value of the attribute `position`.
 
         The restore gets the next id, and later events get higher ids.
         """
@@ -175,8 +175,8 @@ class Journal:
     def flush(self, *, timeout_s: float) -> None:
         """Waits until all appended events are on disk. After `close` it returns at once.
 
-        Raises `LedgerUnwritable` if a write failed. After ``timeout_s`` seconds it raises `LedgerUnwritable`, which
-        names the outage, or `BusTimeout` if there is no outage.
+        Raises `LedgerUnwritable` if a write failed. After ``timeout_s`` seconds it raises `LedgerUnwritable` with the
+        cause of an outage, or `BusTimeout` if there is no outage.
         """
         if self._closed:
             return
@@ -195,7 +195,7 @@ class Journal:
     def close(self, *, timeout_s: float) -> None:
         """Writes the remaining events, ends the thread and closes the file.
 
-        If an outage has lasted for ``timeout_s`` seconds, the write is tried twice more.
+        During an outage, ``timeout_s`` counts from the start of the outage, but the write is tried at least twice.
         """
         if self._closed:
             return
@@ -238,7 +238,7 @@ class Journal:
                     item.done.set()
 
     def _write_once(self, batch: Sequence[_Events | _RollBack]) -> None:
-        """Writes a batch unless an earlier attempt has written it: an error may occur after the commit."""
+        """Writes a batch unless an earlier attempt has written it. Such an attempt may fail after its commit."""
         try:
             database = self._connection()
             if not (self._uncertain and database.execute(_LAST_ID).fetchone()[0] >= batch[-1].last_id):
@@ -262,7 +262,7 @@ class Journal:
 
     def _connection(self) -> sqlite3.Connection:
         if self._database is None:
-            # The connection waits for a lock; `retry_through_outage` counts that time.
+            # `retry_through_outage` counts the time that the connection waits for a lock.
             self._database = sqlite3.connect(self._path, timeout=RETRY_S, check_same_thread=False)
             self._database.execute("PRAGMA synchronous=NORMAL")
         return self._database
@@ -306,10 +306,10 @@ class Journal:
 
 
 def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ids that were in force at ``position`` as spans (after, up to), newest first.
+    """Returns the ids of the events in force at ``position`` as spans (after, up to), newest first.
 
-    ``restores`` lists (id of the restore, restored position), in order. Events after a restore continue from the
-    restored position.
+    ``restores`` lists (id of the restore, restored position), in order. Events after a restore follow the restored
+    position.
     """
     spans = []
     for restore_id, back_to in reversed(restores):

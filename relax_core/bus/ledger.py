@@ -1,11 +1,11 @@
-"""The ledger in memory: records that each issued sample ends exactly once, trained at a step or dropped with a reason.
+"""The ledger in memory: records how each issued sample ends, trained at a step or dropped with a reason.
 
-Each sample has one int32 entry at ``index * group_size + number``: 0 is open, t + 1 was trained at step t, -(r + 1) was
-dropped with reason number r. Counts are computed from these entries. The closed entries at the beginning are counted
-only once, so that every operation costs the same after a million samples.
+Each sample has one int32 entry at ``index * group_size + number``: 0 means open, ``t+1`` means trained at step t, and
+``-(r+1)`` means dropped with reason number r. All counts are computed from these entries. Closed entries before the
+first open entry are counted only once, so the cost of a count does not grow with the number of samples.
 
-The entries, not the journal, are the source of counts and checkpoints: they take four bytes per sample, and no call to
-the bus reads the disk. The journal is a log of events for people; a run can resume from a checkpoint without its file.
+Counts and checkpoints come from the entries, which take four bytes per sample, so no call to the bus reads the disk.
+The journal is a log of events for people. A run can resume from a checkpoint without the journal's file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """Holds the ledger's state in a snapshot.
+    """Holds the ledger's part of a snapshot.
 
-    ``ends`` holds the entries as little-endian int32. ``journal_position`` is the id of the last event.
+    ``ends`` contains the entries as little-endian int32. ``journal_position`` is the id of the last event.
     """
 
     group_size: int
@@ -39,7 +39,7 @@ class LedgerState(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Holds the entries of all issued samples, and sends each event to ``journal`` if there is a journal."""
+    """Stores an entry for each issued sample, and appends each event to ``journal``, if given."""
 
     def __init__(self, *, group_size: int, journal: Journal | None) -> None:
         self._group_size = group_size
@@ -47,22 +47,22 @@ class Ledger:
         self._ends = array("i")
         self._reasons: list[str] = []
         self._reason_codes: dict[str, int] = {}
-        # Further ends of a sample that has ended already. They are errors; `counts` reports samples trained twice.
+        # entry → codes of further ends of a sample that had already ended. `counts` reports samples trained twice.
         self._further_ends: dict[int, list[int]] = {}
-        self._settled = 0  # number of entries at the beginning that are closed and counted
+        self._settled = 0  # number of leading entries that are closed and counted
         self._settled_trained = 0
         self._settled_dropped: Counter[int] = Counter()  # drops by code
         self._modalities = ModalityEnds()
 
     # -- events -------------------------------------------------------------------------------------------------
     def issue(self, index: int, group_uid: str, uids: Sequence[str], *, attempt: int, min_version: int) -> None:
-        """Opens a group's samples, or records that open samples are issued again (``attempt`` > 0)."""
+        """Opens the samples of a new group, or records that an open group is issued again (``attempt`` > 0)."""
         start = index * self._group_size
         assert start <= len(self._ends)
         if start == len(self._ends):
             self._ends.extend([0] * self._group_size)
             if index == 0 and self._journal and self._journal.position:
-                self._journal.roll_back(0)  # events of an earlier start in this file do not belong to this run
+                self._journal.roll_back(0)  # undoes events of an earlier start of the run
         if self._journal:
             reason = f"attempt {attempt}" if attempt else ""
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
@@ -75,18 +75,18 @@ class Ledger:
     def put(
         self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, persisted: tuple[bytes, ...] | None
     ) -> None:
-        """Records a complete group. ``persisted`` holds the encoded payloads of `PERSISTED_COLUMNS`."""
+        """Records that a group is complete. ``persisted`` contains the encoded payloads of `PERSISTED_COLUMNS`."""
         if self._journal:
             self._journal.append("put", group_uid, uids, versions=versions, persisted=persisted)
 
     def lease(self, group_uid: str, uids: Sequence[str], *, step: int, delivery: int) -> None:
-        """Records that the actor leased a group for ``step``, for the ``delivery``-th time."""
+        """Records that the actor leased a group for ``step``; ``delivery`` counts the actor's leases of the group."""
         if self._journal:
             reason = f"delivery {delivery}" if delivery > 1 else ""
             self._journal.append("leased", group_uid, uids, step=step, reason=reason)
 
     def give_back(self, group_uid: str, uids: Sequence[str], *, step: int, reason: str) -> None:
-        """Records that the actor's lease ended without training."""
+        """Records that the actor's lease of a group ended without training."""
         if self._journal:
             self._journal.append("returned", group_uid, uids, step=step, reason=reason)
 
@@ -123,9 +123,10 @@ class Ledger:
 
     # -- counts -------------------------------------------------------------------------------------------------
     def counts(self, open_indices: Iterable[int]) -> LedgerCounts:
-        """Returns the counts over all entries.
+        """Counts samples over all entries.
 
-        ``open_indices`` lists the groups that the bus still holds. An open sample of any other group is lost.
+        ``open_indices`` lists the groups that the bus still stores. An open sample of a group outside this list is
+        lost.
         """
         self._settle()
         trained, drops = _tally(self._ends[self._settled :])
@@ -148,7 +149,7 @@ class Ledger:
         )
 
     def _settle(self) -> None:
-        """Counts the closed entries at the beginning and stores their number, so that they are not counted again."""
+        """Counts the closed entries before the first open entry, and stores the counts for later calls."""
         try:
             first_open = self._ends.index(0, self._settled)
         except ValueError:
@@ -173,7 +174,7 @@ class Ledger:
     def restore(self, state: LedgerState) -> None:
         """Restores ``state`` and rolls back later events in the journal.
 
-        Raises ValueError if the snapshot has another group size.
+        Raises ValueError if the snapshot's group size differs from the run's group size.
         """
         if state.group_size != self._group_size:
             raise ValueError(
@@ -194,17 +195,17 @@ class Ledger:
 
 
 def _tally(entries: array[int]) -> tuple[int, Counter[int]]:
-    """Returns (number of trained entries, drops by code)."""
+    """Returns (number of trained entries, number of drops by code)."""
     counts = Counter(entries)
     drops = Counter({code: count for code, count in counts.items() if code < 0})
     return sum(count for code, count in counts.items() if code > 0), drops
 
 
 class ModalityState(msgspec.Struct, frozen=True):
-    """Holds the counts by modality in a snapshot.
+    """Holds the modalities of groups and the counts by modality in a snapshot.
 
-    ``codes`` has one byte for each group by its index: 0 if its modality is unknown, else 1 + the modality's index in
-    `MODALITIES`.
+    ``codes`` has one byte for each group, at the group's index: 0 for an unknown modality, else 1 + the modality's
+    index in `MODALITIES`.
     """
 
     codes: bytes
@@ -212,7 +213,7 @@ class ModalityState(msgspec.Struct, frozen=True):
 
 
 class ModalityEnds:
-    """Holds the modality of each group, and counts each modality's issued, trained and dropped samples."""
+    """Stores the modality of each group, and counts the issued, trained and dropped samples of each modality."""
 
     def __init__(self) -> None:
         self._codes = bytearray()
@@ -224,8 +225,8 @@ class ModalityEnds:
     def name(self, index: int, modality: str, ends: Iterable[int], reasons: Sequence[str]) -> None:
         """Sets the modality of group ``index`` unless it is set already.
 
-        ``ends`` are the ledger's entries of its samples: a group may have been dropped before its data row was read.
-        ``reasons`` are the ledger's reasons by number.
+        ``ends`` are the ledger's entries of the group's samples, because a group may be dropped before its data row is
+        read. ``reasons`` lists the ledger's reasons by number.
         """
         assert modality in MODALITIES
         if len(self._codes) <= index:

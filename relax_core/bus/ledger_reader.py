@@ -1,4 +1,4 @@
-"""Reads a run's ledger.sqlite, even while the run writes it: the events of each sample, and counts over all events."""
+"""Reads the events of samples and their counts from a run's ledger.sqlite, also while the run writes the file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode
 
 TABLES = {"events", "rolled_back", "generated", "restores"}
-BUSY_S = 10.0  # a read waits this long for a writer's lock
-MAX_ROW_BYTES = 128 * 2**20  # limit of one query's rows for the dashboard page
+BUSY_S = 10.0  # maximum wait of a read for a writer's lock
+MAX_ROW_BYTES = 128 * 2**20  # limit of the rows of one query of the dashboard page
 MAX_KINDS = 20  # limit of the event kinds that `event_counts` returns
-AFTER_S = 60.0  # longest time from the end of a step until the bus records the ends of its samples
-MAX_DROPS, MAX_LIVES, MAX_LIVES_EVENTS = 200_000, 1024, 500_000  # limits of one result
+AFTER_S = 60.0  # maximum delay from a step's end until the bus has recorded its samples
+MAX_DROPS, MAX_LIVES, MAX_LIVES_EVENTS = 200_000, 1024, 500_000  # limits of the result of one call
 _TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
-SETTLE_S = 2.0  # all ends of a group are on disk this long after the first end
+SETTLE_S = 2.0  # time after which all ends of a group are on disk
 FILTERS = ("uid", "group", "step", "reason")
 _FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
 _EVENT = "id, event, uid, group_uid, step, version, reason, time"
@@ -32,9 +32,9 @@ _EVENT = "id, event, uid, group_uid, step, version, reason, time"
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Holds one event of a sample.
 
-    ``time`` is in Unix seconds. ``version`` of an ``issued`` event is the oldest weight version that may be used; of
-    ``put`` and ``trained`` events it is the version of the oldest trained token. ``undone`` is True if a resume rolled
-    the event back. ``made`` is the episode of a ``put`` event.
+    ``time`` is in Unix seconds. ``version`` of an ``issued`` event is the oldest allowed weight version; ``version`` of
+    a ``put`` or ``trained`` event is the weight version of the oldest trained token. ``undone`` is True if a resume
+    rolled the event back. ``made`` is the episode of a ``put`` event.
     """
 
     event: str
@@ -47,9 +47,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds every event of a sample, in order.
+    """Holds all events of a sample, in order.
 
-    ``state`` is "trained", "dropped", the last event of an open sample, or "undone" if no event is in force.
+    ``state`` is the kind of the last event in force, such as "trained", "dropped" or "put"; "undone" if all are undone.
     """
 
     uid: str
@@ -59,7 +59,7 @@ class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleLife(msgspec.Struct, kw_only=True):
-    """Holds the event times of a sample in Unix seconds; None if the event did not occur in the requested period."""
+    """Holds the times of a sample's events in Unix seconds; None for an event outside the requested period."""
 
     uid: str
     group: str
@@ -72,9 +72,10 @@ class SampleLife(msgspec.Struct, kw_only=True):
 
 
 class DroppedSamples(NamedTuple):
-    """Holds the samples that were dropped by events up to ``position``, as (uid, reason).
+    """Holds the samples that were dropped after an earlier position, up to ``position``, as (uid, reason).
 
-    ``restores`` counts the rollbacks of resumes; ``anew`` is True if earlier results are invalid.
+    ``restores`` is the number of rollbacks by resumes. ``anew`` is True if ``dropped`` has all drops and replaces
+    earlier results.
     """
 
     dropped: list[tuple[str, str]]
@@ -84,11 +85,11 @@ class DroppedSamples(NamedTuple):
 
 
 class LedgerFileCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of samples, computed only from the events in the file.
+    """Holds counts of samples, computed only from the events in the file.
 
-    ``open`` counts the open samples by their last event. ``lost`` lists the open samples of groups in which another
-    sample has ended (groups end as a whole); after the end of the run it lists all open samples. ``trained_twice``
-    lists uids.
+    ``open`` counts the open samples by their last event. ``lost`` lists the uids of lost samples: all samples of a
+    group end together, so a sample is lost if it is open and another sample of its group has ended. After the end of
+    the run, all open samples are lost. ``trained_twice`` lists uids.
     """
 
     issued: int
@@ -100,9 +101,9 @@ class LedgerFileCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineShare(msgspec.Struct, kw_only=True):
-    """Counts the samples with a response that an engine finished, and the tokens of these responses.
+    """Counts the samples with responses that an engine finished, and the tokens of these responses.
 
-    A response that another engine started counts in full for the engine that finished it.
+    If another engine started a response, all its tokens count for the engine that finished the response.
     """
 
     samples: int = 0
@@ -110,11 +111,12 @@ class EngineShare(msgspec.Struct, kw_only=True):
 
 
 class LedgerFile:
-    """Reads a ledger file, as a context manager, and never writes to it.
+    """Reads a ledger file without writing to it; a context manager.
 
-    All reads together may take ``seconds``, and the rows of each read ``max_bytes`` of memory; None means no limit.
-    A read waits for a writer's lock for ``busy_s``. Raises as `open_untrusted_database` does. The methods raise
-    sqlite3.Error for a damaged file or when the time is over, and ValueError for too many rows.
+    ``seconds`` limits the time of all reads together, and ``max_bytes`` the memory of the rows of each read; None means
+    no limit. A read waits up to ``busy_s`` seconds for a writer's lock. The constructor raises the errors of
+    `open_untrusted_database`. The methods raise sqlite3.Error for a damaged file or after ``seconds``, and ValueError
+    for too many rows.
     """
 
     def __init__(
@@ -137,10 +139,10 @@ class LedgerFile:
         self.close()
 
     def samples(self, filters: Mapping[str, str | int]) -> list[SampleHistory]:
-        """Returns the samples that have an event which matches all ``filters``, in order of issue.
+        """Returns the samples with an event that matches all ``filters``, in order of issue.
 
-        The keys of ``filters`` are in `FILTERS`; without a filter, all samples are returned. ``step`` and ``reason``
-        match only events in force, ``uid`` and ``group`` also events that a resume has undone.
+        The keys of ``filters`` are in `FILTERS`. Empty ``filters`` match all samples. With ``step`` or ``reason``, only
+        events in force can match; else undone events can match, too.
         """
         where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters) or "TRUE"
         values = tuple(filters.values())
@@ -182,7 +184,7 @@ class LedgerFile:
     def _made_of(self, event_id: int, uid: str) -> Episode | None:
         """Returns the episode of a ``put`` event.
 
-        Table ``generated`` has one row for all samples of a group, under the id of the group's first ``put`` event.
+        The table ``generated`` has one row per group; the row's id is the id of the group's first ``put`` event.
         """
         row = self._database.execute(
             "SELECT id, episodes FROM generated WHERE id <= ? ORDER BY id DESC LIMIT 1",
@@ -197,9 +199,9 @@ class LedgerFile:
     def counts(self, *, run_over: bool) -> LedgerFileCounts:
         """Counts all samples in one pass over the events.
 
-        ``run_over`` means that all steps are done, so no sample may be open.
+        Set ``run_over`` after the last step of the run: open samples then count as lost.
         """
-        samples: dict[str, str] = {}  # uid → last event
+        samples: dict[str, str] = {}  # uid → kind of the last event
         trained: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         group_ended: dict[str, float] = {}
@@ -226,7 +228,7 @@ class LedgerFile:
         )
 
     def engine_shares(self) -> dict[str, EngineShare]:
-        """Returns each engine's share of all groups that were put on the bus, including undone groups."""
+        """Returns each engine's share of all complete groups, including groups that a resume has undone."""
         shares: defaultdict[str, EngineShare] = defaultdict(EngineShare)
         for (episodes,) in self._rows("SELECT episodes FROM generated"):
             for episode in decode_episodes(episodes):
@@ -240,11 +242,11 @@ class LedgerFile:
         return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def event_counts(self) -> dict[str, int]:
-        """Returns the number of events in force by kind, for at most `MAX_KINDS` kinds."""
+        """Counts the events in force by kind, for at most `MAX_KINDS` kinds."""
         return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MAX_KINDS,)))
 
     def drops(self, *, after: int, restores: int) -> DroppedSamples:
-        """Returns the drops after event ``after``, or all drops if ``restores`` has changed."""
+        """Returns the drops after event ``after``; all drops if the number of rollbacks is no longer ``restores``."""
         now = self._database.execute("SELECT COUNT(*) FROM restores").fetchone()[0]
         after = after if now == restores else 0
         last = self._database.execute("SELECT IFNULL(MAX(id), 0) FROM events").fetchone()[0]
@@ -257,8 +259,8 @@ class LedgerFile:
     def lives(self, *, step: int, from_s: float, to_s: float) -> list[SampleLife]:
         """Returns the samples that ended at a train step, in order of issue.
 
-        ``from_s`` is a time before their prompts were issued, and ``to_s`` is the end of the step. Reads only events in
-        force.
+        ``from_s`` is a time before the samples were issued, and ``to_s`` is the end of the step. Only events in force
+        are read.
         """
         low, high = self._first_at(from_s), self._first_at(to_s + AFTER_S)
         rows = list(
@@ -282,7 +284,7 @@ class LedgerFile:
         return ordered[:MAX_LIVES]
 
     def _first_at(self, time_s: float) -> int:
-        """Returns the id of the first event at or after a time; events are in order of time up to a few ms."""
+        """Returns the id of the first event at or after a time. Events are ordered by time up to a few ms."""
         query = "SELECT IFNULL(MIN(id), 0), IFNULL(MAX(id), 0) + 1 FROM events"
         low, high = self._database.execute(query).fetchone()
         query = "SELECT id, time FROM events WHERE id >= ? ORDER BY id LIMIT 1"
@@ -318,11 +320,11 @@ def _issue_order(uid: str) -> tuple[str, int]:
     return group, int(number)
 
 
-SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to a database
+SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")  # suffixes of SQLite's extra files next to a database
 HEAP_BYTES = 256 * 2**20  # limit of SQLite's memory in this process
-VALUE_BYTES = 16 * 2**20  # limit of one value
-ROW_BYTES = 250  # estimated memory of a row of a few short values
-CHECK_OPCODES = 1000  # SQLite operations between two checks of the deadline
+VALUE_BYTES = 16 * 2**20  # limit of one value in a row
+ROW_BYTES = 250  # estimated memory of a row, without its long values
+CHECK_OPCODES = 1000  # number of SQLite operations between two checks of the deadline
 MAX_SCHEMA = 100_000  # limit of an SQL statement in bytes, including a table's CREATE statement
 _FUNCTIONS = {"count", "min", "max", "ifnull"}
 _LIMITS: Mapping[int, int] = {
@@ -338,19 +340,19 @@ _LIMITS: Mapping[int, int] = {
 
 
 class UntrustedDatabase(sqlite3.Connection):
-    """A read-only connection; `open_untrusted_database` makes it."""
+    """Represents a read-only connection, opened by `open_untrusted_database`."""
 
 
 def open_untrusted_database(path: Path, *, tables: Set[str], busy_s: float, seconds: float | None) -> UntrustedDatabase:
-    """Opens an untrusted database to read these ``tables``, as immutable if no process has it open.
+    """Opens an untrusted database to read ``tables``, as immutable if no process has the database open.
 
-    All reads together may take ``seconds``, and SQLite may use `HEAP_BYTES`; None for ``seconds`` means no limits. A
-    read waits for a writer's lock for ``busy_s``. Raises FileNotFoundError for a missing file, and sqlite3.Error for a
-    damaged file. Raises ValueError if the file or one of SQLite's files next to it is no plain file, or if a name is no
-    plain table of plain columns.
+    ``seconds`` limits the time of all reads together. SQLite's memory is limited to `HEAP_BYTES`. If ``seconds`` is
+    None, both limits are off. A read waits up to ``busy_s`` seconds for a writer's lock. Raises FileNotFoundError for a
+    missing file, and sqlite3.Error for a damaged file. Raises ValueError if the database or one of SQLite's extra files
+    is not a regular file, or if an entry of ``tables`` is a view or has computed columns.
     """
     check_plain(path)
-    # Without a write-ahead log, no process has the file open. An immutable database needs no lock file.
+    # If no write-ahead log exists, no process has the file open. An immutable database is read without a lock file.
     immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     deadline = None if seconds is None else time.monotonic() + seconds
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -362,7 +364,7 @@ def open_untrusted_database(path: Path, *, tables: Set[str], busy_s: float, seco
             database.set_progress_handler(lambda: time.monotonic() > deadline, CHECK_OPCODES)
         for setting in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON", "mmap_size=0"):
             database.execute(f"PRAGMA {setting}")
-        if seconds is not None:  # the heap limit holds for every database of the process
+        if seconds is not None:  # the heap limit applies to all databases of the process
             database.execute(f"PRAGMA hard_heap_limit={HEAP_BYTES}")
         for table in sorted(tables):
             _check_table(database, path.name, table)
@@ -374,7 +376,7 @@ def open_untrusted_database(path: Path, *, tables: Set[str], busy_s: float, seco
 
 
 def bounded_rows(cursor: sqlite3.Cursor, *, max_bytes: int | None) -> Iterator[tuple[Any, ...]]:
-    """Yields the rows of a query. Raises ValueError once they take more than ``max_bytes`` bytes of memory."""
+    """Yields the rows of a query. Raises ValueError as soon as the rows take more than ``max_bytes`` of memory."""
     taken = 0
     for row in cursor:
         taken += ROW_BYTES + sum(len(value) for value in row if isinstance(value, str | bytes))
@@ -384,7 +386,7 @@ def bounded_rows(cursor: sqlite3.Cursor, *, max_bytes: int | None) -> Iterator[t
 
 
 def check_plain(path: Path) -> None:
-    """Raises ValueError if a database or one of SQLite's files next to it is no plain file, and FileNotFoundError."""
+    """Checks that a database and SQLite's extra files are regular files; raises ValueError or FileNotFoundError."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -402,7 +404,7 @@ def check_plain(path: Path) -> None:
 
 
 def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
-    """Raises ValueError unless ``table`` is a plain table without computed columns."""
+    """Raises ValueError if ``table`` is missing, a view, or has computed columns."""
     found = database.execute(
         "SELECT type, rootpage, sql FROM sqlite_master WHERE name = ? COLLATE NOCASE AND type != 'index'", (table,)
     ).fetchmany(2)
@@ -419,7 +421,7 @@ def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
 
 def _authorizer(tables: Set[str]) -> Any:
     def allowed(action: int, first: str | None, second: str | None, _: str | None, inside: str | None) -> int:
-        if inside is not None and inside not in ("matching",):  # deny the file's views and triggers; ours is a WITH
+        if inside is not None and inside not in ("matching",):  # denies views and triggers; "matching" is our WITH
             return sqlite3.SQLITE_DENY
         if action == sqlite3.SQLITE_SELECT:
             return sqlite3.SQLITE_OK

@@ -1,9 +1,10 @@
-"""Stores the files of media items: checks, copies and removes them, on one node or several, for the bus process.
+"""Checks, copies and removes the files of media items for the bus process, on one node or several nodes.
 
-The bus process moves no bytes of an item: a rollout worker writes the file, and readers map it. With several nodes,
-each node has its own folder in shared memory. A rollout worker writes an item's file on its own node. When a process on
-another node needs the item, the actor `NodeMedia` of that node fetches it through Ray's object store and writes a file
-of the same name. So engines, trainers and rewards map files on every node.
+The content of an item does not pass through the bus process: a rollout worker writes the item's file, and readers map
+the file. With several nodes, each node has a folder in shared memory, and a rollout worker writes to the folder of its
+node. When a process on another node needs the item, the actor `NodeMedia` of that node fetches the content through
+Ray's object store and writes a file with the same name. Engines, trainers and rewards can therefore map files on every
+node.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from relax_core.contracts.media import MediaGone
 from relax_core.contracts.media_file import node_folder
 
 REMOVAL_CHECK_S = 1.0
-SWEEP_S = 30.0  # interval of the search for files without references
-UNNAMED_S = 120.0  # age at which a file is removed if its writer died before it held the item
+SWEEP_S = 30.0  # interval between two searches for files without references
+UNNAMED_S = 120.0  # age at which a file without references is removed, because its writer has died
 
 
 class MediaFolder(Protocol):
-    """Declares a folder with the files of items; each method awaits work outside the bus's event loop."""
+    """Declares a folder with the files of items. Methods do their work outside the bus's event loop."""
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns the digests that have no file."""
+        """Returns the digests without a file."""
 
     async def unlink(self, names: Iterable[str]) -> None:
-        """Removes files, and ignores those that are not there."""
+        """Removes files and ignores missing files."""
 
     async def older_than(self, seconds: float) -> list[str]:
-        """Returns the names of all files that were last written more than ``seconds`` ago."""
+        """Returns the names of the files that were last written more than ``seconds`` ago."""
 
 
 class LocalFolder:
@@ -51,28 +52,28 @@ class LocalFolder:
         self._folder = folder
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns the digests that have no file."""
+        """Returns the digests without a file."""
         return await asyncio.to_thread(missing_files, self._folder, digests)
 
     async def unlink(self, names: Iterable[str]) -> None:
-        """Removes files, and ignores those that are not there."""
+        """Removes files and ignores missing files."""
         await asyncio.to_thread(unlink_files, self._folder, names)
 
     async def older_than(self, seconds: float) -> list[str]:
-        """Returns the names of all files that were last written more than ``seconds`` ago."""
+        """Returns the names of the files that were last written more than ``seconds`` ago."""
         return await asyncio.to_thread(old_files, self._folder, seconds)
 
 
 class MediaFiles:
-    """Checks and removes the files of a folder without blocking the bus's event loop.
+    """Checks and removes the files of a folder in background tasks of the bus's event loop.
 
-    Removals and checks of a digest are ordered: `missing` waits until the file is gone if its removal has begun, so a
-    worker never relies on a file that is about to be removed.
+    If the removal of a file has begun, `missing` waits until the file is gone. A worker therefore never uses a file
+    that is being removed.
     """
 
     def __init__(self, folder: MediaFolder) -> None:
         self._folder = folder
-        self._waiting: dict[str, None] = {}  # to be removed
+        self._waiting: dict[str, None] = {}  # digests with a pending removal
         self._removing: frozenset[str] = frozenset()
         self._removal: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None
@@ -84,7 +85,7 @@ class MediaFiles:
             self._removal = asyncio.get_running_loop().create_task(self._remove())
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns the digests that have no file. Cancels pending removals of these digests."""
+        """Returns the digests without a file. Cancels pending removals of these digests."""
         for digest in digests:
             self._waiting.pop(digest, None)
         while self._removal is not None and not self._removing.isdisjoint(digests):
@@ -92,7 +93,7 @@ class MediaFiles:
         return await self._folder.missing(digests)
 
     def keep_sweeping(self, named: Container[str]) -> None:
-        """Starts to remove files without references periodically: their workers died before they held the items."""
+        """Starts the periodic removal of files without references; their writers died before they called `hold`."""
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().create_task(self._sweep_unnamed(named))
 
@@ -108,28 +109,28 @@ class MediaFiles:
             await self.sweep(named)
 
     async def sweep(self, named: Container[str]) -> None:
-        """Removes the files that are older than `UNNAMED_S` seconds and have no references."""
+        """Removes files that are older than `UNNAMED_S` seconds and have no reference."""
         old = await self._folder.older_than(UNNAMED_S)
         if unnamed := [name for name in old if name not in named]:
             self.remove(unnamed)
 
 
 def missing_files(folder: Path, digests: Sequence[str]) -> list[str]:
-    """Returns the digests that have no file in a folder."""
+    """Returns the digests without a file in a folder."""
     return [digest for digest in digests if not (folder / digest).exists()]
 
 
 def unlink_files(folder: Path, names: Iterable[str]) -> None:
-    """Removes files of a folder, and ignores those that are not there."""
+    """Removes files of a folder and ignores missing files."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
 def old_files(folder: Path, seconds: float) -> list[str]:
-    """Returns the names of all files of a folder that were last written more than ``seconds`` ago."""
+    """Returns the names of the files in a folder that were last written more than ``seconds`` ago."""
     old = []
     limit = time.time() - seconds
-    with suppress(FileNotFoundError):  # the folder of a run that is ending
+    with suppress(FileNotFoundError):  # the run is ending and has removed its folder
         for file in folder.iterdir():
             with suppress(FileNotFoundError):
                 if file.stat().st_mtime < limit:
@@ -137,15 +138,15 @@ def old_files(folder: Path, seconds: float) -> list[str]:
     return old
 
 
-START_S = 60.0  # a process on another node answers within this time
-FILE_CALLS, COPIES = 4, 4  # concurrent calls of a node's process; copies have their own slots, so reads never wait
+START_S = 60.0  # maximum seconds until a process on another node replies
+FILE_CALLS, COPIES = 4, 4  # concurrent calls of a node's process; copies have separate slots, so that reads do not wait
 
-# The shell outlives the process that holds the folder, and that process's group, however the process ends.
+# The shell's background process outlives the process that owns the folder, even if its whole process group is killed.
 _REMOVE_AT_END = 'exec 3<&0; (trap "" TERM HUP INT; cat <&3 >/dev/null; rm -rf -- "$1") &'
 
 
 class NodeMedia:
-    """Owns the media folder of its node as a Ray actor; the folder is removed when the actor ends."""
+    """Owns the media folder of a node, as a Ray actor. The folder is removed when the actor ends."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -153,7 +154,7 @@ class NodeMedia:
         self._ends_with_this = _remove_at_end(self._folder)
 
     def missing(self, digests: list[str]) -> list[str]:
-        """Returns the digests that have no file here."""
+        """Returns the digests without a file on this node."""
         return missing_files(self._folder, digests)
 
     def unlink(self, names: list[str]) -> None:
@@ -165,7 +166,7 @@ class NodeMedia:
         return old_files(self._folder, seconds)
 
     def read(self, digest: str) -> np.ndarray | None:
-        """Returns the content of an item's file, uint8 ``[bytes]``, or None if it is not here."""
+        """Returns the content of an item's file, uint8 ``[bytes]``; None if the file is missing on this node."""
         try:
             return np.asarray(np.memmap(self._folder / digest, dtype=np.uint8, mode="r"))
         except FileNotFoundError:
@@ -175,8 +176,8 @@ class NodeMedia:
     def copy(self, digests: list[str], source: Any, timeout_s: float) -> list[str]:
         """Copies items from the node of ``source``, and returns the digests that are missing there.
 
-        This process owns the objects of Ray's store, which are freed as soon as their files are written. Raises
-        GetTimeoutError after ``timeout_s`` seconds.
+        The copies in Ray's object store are freed as soon as the files are written. Raises GetTimeoutError after
+        ``timeout_s`` seconds.
         """
         contents = ray.get([source.read.remote(digest) for digest in digests], timeout=timeout_s)
         for digest, content in zip(digests, contents, strict=True):
@@ -203,23 +204,23 @@ class NodeFolder:
         self._node_id = node_id
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns the digests that have no file. Raises `BusLost` if the node's process has exited."""
+        """Returns the digests without a file. Raises `BusLost` if the node's process has exited."""
         return list(await self.answer(self.process.missing.remote(list(digests)), START_S))
 
     async def unlink(self, names: Iterable[str]) -> None:
-        """Removes files. If the node's process has exited, all its files are removed already."""
+        """Removes files. Ignores errors: if the node's process has exited, its files are already removed."""
         with suppress(BusLost, BusTimeout):
             await self.answer(self.process.unlink.remote(list(names)), START_S)
 
     async def older_than(self, seconds: float) -> list[str]:
-        """Returns the names of all files that were last written more than ``seconds`` ago."""
+        """Returns the names of the files that were last written more than ``seconds`` ago."""
         try:
             return list(await self.answer(self.process.older_than.remote(seconds), START_S))
         except (BusLost, BusTimeout):
             return []
 
     async def answer(self, reference: Any, timeout_s: float) -> Any:
-        """Returns the reply of the node's process. Raises `BusLost` if it has exited, `BusTimeout` if it is late."""
+        """Returns the reply of the node's process. Raises `BusLost` if the process has exited, else `BusTimeout`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await reference
@@ -238,31 +239,31 @@ class NodeFolder:
 
 
 class MediaNodes:
-    """Tracks the nodes that have the files of items, copies files to other nodes and removes them on all nodes.
+    """Tracks which nodes have the file of an item, copies files to other nodes, and removes files on all nodes.
 
-    ``folder`` is the run's media folder; each node's folder is next to it (`node_folder`). ``named`` contains the items
-    with references. All methods must be called in the bus's event loop.
+    ``folder`` is the run's media folder; the folders of the nodes are next to it (`node_folder`). ``named`` contains
+    the items with references. All methods must be called in the bus's event loop.
     """
 
     def __init__(self, folder: Path, named: Container[str]) -> None:
         self._folder = folder
         self._named = named
         self._nodes: dict[str, tuple[NodeFolder, MediaFiles]] = {}
-        self._places: dict[str, dict[str, None]] = {}  # digest → the nodes that have its file, the writer's first
-        self._copying: dict[tuple[str, str], asyncio.Task[None]] = {}  # (digest, node) → the copy in progress
+        self._places: dict[str, dict[str, None]] = {}  # digest → nodes with its file; the writer's node is first
+        self._copying: dict[tuple[str, str], asyncio.Task[None]] = {}  # (digest, node) → task that copies the file
 
     async def open(self, node_id: str) -> None:
-        """Waits until a node has its folder. Raises `BusLost` or `BusTimeout` on failure."""
+        """Waits until a node's folder exists. Raises `BusLost` or `BusTimeout` on failure."""
         await self._files(node_id).missing([])
 
     async def missing(self, digests: Sequence[str], *, node_id: str) -> list[str]:
-        """Returns the digests without a file on a node, and records that the node has the other files."""
+        """Returns the digests without a file on a node. Records that the node has the files of all other digests."""
         missing = await self._files(node_id).missing(digests)
         self._record([digest for digest in digests if digest not in missing], node_id)
         return missing
 
     async def fetch(self, digests: Sequence[str], *, node_id: str, timeout_s: float) -> None:
-        """Waits until a node has the files of items, each of which is copied once.
+        """Waits until a node has the files of items. Copies missing files; concurrent calls share a copy.
 
         Raises `MediaGone` for an item without references or without a file on any node, and `BusTimeout` after
         ``timeout_s`` seconds.
@@ -275,7 +276,7 @@ class MediaNodes:
             if not lacking:
                 return
             copies = {self._copying[digest, node_id] for digest in lacking if (digest, node_id) in self._copying}
-            if copies:  # this call then copies the items that the other calls failed to copy
+            if copies:  # after other calls' copies, checks again: they may have failed
                 await asyncio.wait(copies, timeout=timeout_s)
                 continue
             task = asyncio.get_running_loop().create_task(self._copy(lacking, node_id, timeout_s=timeout_s))
@@ -292,7 +293,7 @@ class MediaNodes:
             self._files(node_id).remove(own)
 
     def _files(self, node_id: str) -> MediaFiles:
-        """Returns the files of a node; the first call starts the node's process."""
+        """Returns the files of a node. The first call for a node starts the node's process."""
         if node_id not in self._nodes:
             folder = NodeFolder(node_id, self._folder)
             self._nodes[node_id] = folder, MediaFiles(folder)
@@ -300,14 +301,14 @@ class MediaNodes:
         return self._nodes[node_id][1]
 
     def _record(self, digests: Sequence[str], node_id: str) -> None:
-        """Records that a node has the files of items, and removes the files of items without references."""
+        """Records that a node has the files of items, and removes the files of items that have lost all references."""
         for digest in digests:
             self._places.setdefault(digest, {})[node_id] = None
         self.remove([digest for digest in digests if digest not in self._named])
 
     async def _copy(self, digests: Sequence[str], node_id: str, *, timeout_s: float) -> None:
         try:
-            # A file with a pending removal here either stays, or is gone when this call returns.
+            # `missing` cancels a pending removal of a file on this node, or waits until the file is gone.
             absent = await self._files(node_id).missing(digests)
             self._record([digest for digest in digests if digest not in absent], node_id)
             of_sources: dict[str, list[str]] = {}
@@ -328,7 +329,7 @@ class MediaNodes:
 
 
 def _remove_at_end(folder: Path) -> Any:
-    """Returns a pipe; a separate process removes the folder when the pipe's only writer, this process, exits."""
+    """Starts a process that removes the folder when this process exits; returns the pipe that signals the exit."""
     command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(folder)]
     shell = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -1,7 +1,8 @@
-"""Counts references to media items, so that an item's tensors are stored exactly as long as it has a reference.
+"""Tracks references to media items: the tensors of an item are stored as long as the item has a reference.
 
-A reference is called a name. A rollout worker names the items that it holds, a complete group the items of its tree,
-and a lease the items of its groups: a group may end as stale while another task still computes with it.
+In this module, a name is a reference, and an item with references is named. Rollout workers reference the items that
+they use. Complete groups reference the items of their trees. Leases reference the items of their groups, because a
+group may end as stale while another task still computes with the group.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ Name = tuple[Kind, int | str]
 
 
 class NamedMedia:
-    """Holds the digests and sizes of the named items, and no tensors."""
+    """Stores the digests and sizes of the items with references. It does not store tensors."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._names: dict[str, set[Name]] = {}  # by digest
-        self._items: dict[Name, dict[str, None]] = {}  # the reverse; a dict keeps the order of the items
+        self._items: dict[Name, dict[str, None]] = {}  # reference → its items, in order
         self._sizes: dict[str, int] = {}
         self._unnamed: dict[str, None] = {}
-        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight; its items stay until these end
+        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight; its references stay until they end
 
     def __len__(self) -> int:
         return len(self._names)
@@ -31,7 +32,7 @@ class NamedMedia:
         return digest in self._names
 
     def take_unnamed(self) -> list[str]:
-        """Returns the items that lost their last name, each once; the caller removes their tensors."""
+        """Returns the items without references, each item once. The caller removes their tensors."""
         if not self._unnamed:
             return []
         taken, self._unnamed = list(self._unnamed), {}
@@ -39,48 +40,48 @@ class NamedMedia:
 
     # -- rollout workers ------------------------------------------------------------------------------------------
     def hold(self, worker: int, items: Mapping[str, int]) -> None:
-        """Names items (digest → bytes) for a rollout worker."""
+        """Adds references of a rollout worker to items (digest → bytes)."""
         self._name(("worker", worker), items)
 
     def release_items(self, worker: int, digests: Iterable[str]) -> None:
-        """Removes the worker's names from these items."""
+        """Removes the worker's references to these items."""
         self._forget(("worker", worker), digests)
 
     def lose_worker(self, worker: int, *, until_ended: Iterable[str]) -> None:
-        """Removes all names of a lost worker once none of these groups is in flight."""
+        """Removes all references of a lost worker as soon as all groups in ``until_ended`` are complete or ended."""
         held: Name = ("worker", worker)
         earlier: Name = ("earlier worker", worker)
         waits_for = set(until_ended)
         if waits_for:
             self._name(earlier, {digest: self._sizes[digest] for digest in self._items.get(held, ())})
-            self._lost[earlier] = waits_for  # these include the groups of an even earlier worker that have not ended
+            self._lost[earlier] = waits_for  # includes open groups of earlier lost processes of this worker
         else:
             self._forget_all(earlier)
         self._forget_all(held)
 
     # -- groups and leases ------------------------------------------------------------------------------------------
     def enter_group(self, uid: str, items: Mapping[str, int]) -> None:
-        """Names the items of a group that is now complete."""
+        """Adds references of a complete group to its items."""
         self._name(("group", uid), items)
         self._leave_flight(uid)
 
     def end_group(self, uid: str) -> None:
-        """Removes the names of a group."""
+        """Removes the references of a group."""
         self._forget_all(("group", uid))
         self._leave_flight(uid)
 
     def lease(self, lease_id: int, group_uids: Iterable[str]) -> None:
-        """Names the items of a lease's groups."""
+        """Adds references of a lease to the items of its groups."""
         for uid in group_uids:
             items = self._items.get(("group", uid), ())
             self._name(("lease", lease_id), {digest: self._sizes[digest] for digest in items})
 
     def end_lease(self, lease_id: int) -> None:
-        """Removes the names of a lease."""
+        """Removes the references of a lease."""
         self._forget_all(("lease", lease_id))
 
     def end_groups_and_leases(self) -> None:
-        """Removes the names of all groups, leases and lost workers. Names of live workers stay."""
+        """Removes the references of all groups, leases and lost workers. The references of live workers stay."""
         self._lost.clear()
         for name in [name for name in self._items if name[0] != "worker"]:
             self._forget_all(name)

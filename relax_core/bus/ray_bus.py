@@ -1,7 +1,7 @@
-"""The client of the bus process, `RayBus`, for every process of the run. It implements `relax_core.contracts.bus.Bus`.
+"""The client of the bus process, `RayBus`, for all processes of the run. Implements `relax_core.contracts.bus.Bus`.
 
-A message is a msgpack body plus blocks with the large payloads. A block is a list of uint8 arrays of one column. Ray
-transfers it out of band and reads it without a copy. Small payloads stay in the body.
+A message is a msgpack body, which contains the small payloads, and blocks with the large payloads. A block is a list of
+uint8 arrays of one column. Ray transfers blocks out of band, and readers map them without a copy.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from relax_core.contracts.media import MediaGone, MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader, node_folder
 from relax_core.contracts.monitor import Waiting
 
-BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased group keeps little memory allocated
+BLOCK_BYTES = 64 * 1024 * 1024  # size of a full block: a leased group keeps its whole blocks in memory
 
 Block = list[np.ndarray]
-BlockLocation = tuple[int, int]  # (number of the block, position in it)
+BlockLocation = tuple[int, int]  # (index of the block, index in the block)
 BlockLocations = dict[str, BlockLocation]  # by column
 # Each group is sent with its small payloads and the locations of its large payloads.
 PutMessage = list[tuple[Group, BlockLocations]]
 WriteMessage = dict[str, tuple[dict[str, bytes], BlockLocations]]  # by group_uid
 LeaseMessage = tuple[Lease, list[BlockLocations]]
 
-# The client raises these errors with the same type as in the bus process.
+# Types of errors that the client raises as the bus process raised them.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (BusTimeout, BusClosed, BusLost, LeaseLost, MediaGone, LedgerUnwritable, ValueError)
@@ -57,7 +57,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """Holds the reply to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
+    """Holds the reply to a call: ``value``, or a name in `ERRORS` as ``error``, and the error's ``text``."""
 
     error: str
     text: str
@@ -65,11 +65,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockPacker:
-    """Separates the small and the large payloads of one call."""
+    """Splits the payloads of one call into small payloads for the body and blocks of large payloads."""
 
     def __init__(self, *, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
-        self._filling: dict[str, tuple[int, int]] = {}  # column → (its open block, bytes in it)
+        self._filling: dict[str, tuple[int, int]] = {}  # column → (index of its open block, bytes in this block)
         self.blocks: list[Block] = []
 
     def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], BlockLocations]:
@@ -94,7 +94,7 @@ class BlockPacker:
 
 
 def join(columns: dict[str, bytes], large: BlockLocations, blocks: Iterable[Block]) -> dict[str, bytes]:
-    """Returns the columns of a leased group; large payloads are read-only memoryviews of the object store."""
+    """Returns all columns of a leased group. Large payloads are read-only memoryviews of the object store."""
     blocks = list(blocks)
     views = {column: cast(bytes, blocks[number][position].data) for column, (number, position) in large.items()}
     return columns | views
@@ -108,7 +108,7 @@ def encode(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-# The bus process enforces the deadlines. The client waits this much longer before it reports the process as stuck.
+# The bus process enforces the deadlines. After this additional time the client reports that the process is stuck.
 ANSWER_GRACE_S = 10.0
 PROCESS_EXITED = "the bus process has exited"
 
@@ -119,10 +119,9 @@ _lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 
 
 class RayBus:
-    """A handle to the bus process, which can be pickled for Ray actors and used by any thread.
+    """Calls the bus process. The client can be pickled for Ray actors, and any thread may use it.
 
-    `relax_core.contracts.bus.Bus` describes the methods. The bus process ends with the process that created it, or by
-    `terminate`.
+    `relax_core.contracts.bus.Bus` describes the methods. The bus process ends when its creator ends, or by `terminate`.
     """
 
     def __init__(self, actor: Any, *, settings: BusSettings) -> None:
@@ -180,7 +179,7 @@ class RayBus:
         return NodeReader(node_folder(folder, self._node()), fetch=bring)
 
     def _node(self) -> str:
-        """Returns the id of this process's Ray node, or "" if all nodes read one folder."""
+        """Returns the id of this process's Ray node; "" if all nodes use one media folder."""
         return str(ray.get_runtime_context().get_node_id()) if self.settings.media_nodes else ""
 
     def _pack_groups(self, groups: Sequence[Group]) -> tuple[bytes, list[Block]]:
@@ -247,7 +246,7 @@ class RayBus:
         return _decode(await self._call("waits", timeout_s=timeout_s), list[BusWait])
 
     async def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
-        """Waits until the version is not ``since_version``, the bus is closed or ``timeout_s`` is over."""
+        """Waits up to ``timeout_s`` seconds until the version is no longer ``since_version`` or the bus is closed."""
         call = self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s)
         return _decode(await call, BusProgress)
 
@@ -261,11 +260,11 @@ class RayBus:
         await self._call("close", reason, timeout_s, timeout_s=timeout_s)
 
     def process_id(self, *, timeout_s: float) -> int:
-        """Returns the process id of the bus."""
+        """Returns the id of the bus process."""
         return describe(self._actor, timeout_s=timeout_s)[0]
 
     def terminate(self) -> None:
-        """Ends the bus process. Call `close` first, which writes the ledger to disk."""
+        """Ends the bus process. Call `close` first to write the ledger to disk."""
         ray.kill(self._actor)
 
     # -- transport ----------------------------------------------------------------------------------------------
@@ -291,7 +290,7 @@ class RayBus:
 
 
 async def _values(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Returns the values of object refs. Raises as `get` does."""
+    """Returns the values of object refs. Raises the errors of `get`."""
     try:
         async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
             return await asyncio.gather(*references)
@@ -310,7 +309,7 @@ def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
 def get(references: Any, *, timeout_s: float, what: str) -> Any:
     """Returns the values of object refs.
 
-    Raises `BusTimeout` if they do not arrive in time, `BusLost` if the bus process has exited.
+    Raises `BusTimeout` if the values do not arrive in time, and `BusLost` if the bus process has exited.
     """
     try:
         return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
@@ -331,7 +330,7 @@ def _lost(what: str, error: Exception) -> BusLost:
 
 
 def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
-    """Returns (the value, the object refs of its blocks), or raises the error in the reply."""
+    """Returns (the reply's value, the object refs of its blocks), or raises the reply's error."""
     body, *refs = answer if isinstance(answer, tuple) else (answer,)
     reply = _reply_decoder.decode(body)
     if reply.error:
@@ -343,14 +342,14 @@ def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
 
 
-TRACED_CALLS = (  # `wait_progress` is idle time, not a wait
+TRACED_CALLS = (  # `wait_progress` is left out, because its caller is idle
     *("admit", "put", "drop", "hold", "name_modalities"),
     *("lease", "read", "write", "ack", "release", "snapshot"),
 )
 
 
 def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
-    """Returns the bus with its waiting calls recorded by ``waiting``."""
+    """Returns a bus that records its waiting calls in ``waiting``."""
     return cast(RayBus, _TracedBus(bus, waiting))
 
 
@@ -373,12 +372,12 @@ class _TracedBus:
 
 # -- Calls for threads without an event loop: the thread blocks until the call returns ---------------------------------
 class _ThreadLoop:
-    """Holds one thread's event loop, which closes with the thread; the main thread's loop closes with the process."""
+    """Owns the event loop of one thread. The loop is closed with the thread; in the main thread, with the process."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         closing = weakref.finalize(self, self.runner.close)
-        # When the process ends, other threads may still be in calls, and only a thread itself may close its loop.
+        # At the process's exit, other threads may still be in calls, and a loop may only be closed by its thread.
         closing.atexit = threading.current_thread() is threading.main_thread()
 
 
@@ -386,9 +385,9 @@ _thread = threading.local()
 
 
 def blocking(call: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``call``, or raises its error; the thread must not be in an event loop already.
+    """Runs ``call`` and returns its result. No event loop may be running in the calling thread.
 
-    All calls of a thread share one event loop, because a new loop takes longer than most calls of the bus.
+    All calls of a thread share one event loop, because creating a loop takes longer than most calls of the bus.
     """
     held: _ThreadLoop | None = getattr(_thread, "loop", None)
     if held is None:

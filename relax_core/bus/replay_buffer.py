@@ -1,7 +1,7 @@
-"""The replay buffer: the state machine of the bus, synchronous and without Ray, asyncio and waiting.
+"""The replay buffer: the state machine of the bus. It is synchronous, never waits, and uses neither Ray nor asyncio.
 
-A method that cannot proceed yet returns an empty list or None. The backend calls it again after the next change. Each
-check of a call raises ValueError with the key, the value and the fix.
+A method that cannot proceed yet returns an empty list or None, and the bus process calls it again after the next
+change. The checks of arguments raise ValueError with the key, the value and the fix.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from relax_core.contracts.tree import group_uid, sample_uid
 
 
 class ReplayBuffer:
-    """Holds all state of a bus.
+    """Stores all state of a bus: groups, leases, the ledger and the data cursor.
 
-    ``clock`` returns seconds and never goes back. A payload may be any object that has a length in bytes.
+    ``clock`` returns monotonic seconds. A payload may be any object with a length in bytes.
     """
 
     def __init__(self, settings: BusSettings, *, ledger: Ledger, clock: Callable[[], float]) -> None:
@@ -45,7 +45,7 @@ class ReplayBuffer:
         self.ledger = ledger
         self.clock = clock
         self.version = 0
-        # The groups are in order of issue, because each new group has a higher index than all before it.
+        # The groups are in order of issue, because indices of new groups increase.
         self.groups: dict[str, OpenGroup] = {}
         self.leases = LeaseTable(clock)
         self.media = NamedMedia()
@@ -59,7 +59,8 @@ class ReplayBuffer:
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
         """Admits up to ``max_groups`` groups for a rollout worker; the list of admissions may be empty.
 
-        The staleness window limits the groups. If there are several workers, each has its own limit, too.
+        The staleness window limits the number of groups. If the run has several workers, a limit for each worker
+        applies, too.
         """
         self._require_running()
         check_admit(max_groups)
@@ -83,7 +84,7 @@ class ReplayBuffer:
         return admission
 
     def name_modalities(self, modalities: Mapping[int, str]) -> None:
-        """Sets the modality of these groups' prompts, by group index; a group keeps the first modality that it gets."""
+        """Sets the modality of prompts by group index. Later calls for the same group have no effect."""
         for index, modality in modalities.items():
             check_issued(group_uid(index), index, issued=self._cursor.next_index)
             self.ledger.name_modality(index, modality)
@@ -93,7 +94,7 @@ class ReplayBuffer:
     def reclaim(self, *, worker: int = 0) -> list[Admission]:
         """Returns the worker's admissions of incomplete groups, in order of issue.
 
-        The attempt of each is increased by 1.
+        Increases the attempt of each admission by 1.
         """
         self._require_running()
         reclaimed = []
@@ -110,12 +111,12 @@ class ReplayBuffer:
         return reclaimed
 
     def accepts(self, uid: str) -> bool:
-        """Returns whether `put` would accept this group: it was admitted, is not complete and has not ended."""
+        """Returns whether `put` would accept this group: the group was admitted and is neither complete nor ended."""
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Raises ValueError for the first group that contradicts its admission or is too large."""
+        """Raises ValueError if a group contradicts its admission or is too large."""
         for given in groups:
             check_issued(given.group_uid, given.index, issued=self._cursor.next_index)
             check_size(given.group_uid, given.columns, given.media, max_row_bytes=self.settings.max_row_bytes)
@@ -126,7 +127,7 @@ class ReplayBuffer:
                     check_media(given, self.media)
 
     def put(self, groups: Sequence[Group]) -> None:
-        """Adds complete groups: all, or none if one is refused. A group without kept samples ends at once."""
+        """Adds complete groups; an invalid group refuses the whole call. A group without kept samples ends at once."""
         self._require_open()
         self.check_groups(groups)
         for given in groups:
@@ -144,7 +145,7 @@ class ReplayBuffer:
                 self._end_as_dropped(group, given.dropped)
 
     def drop(self, uid: str, *, reason: str) -> None:
-        """Ends a group that is in flight. Does nothing if the group is complete or has ended."""
+        """Ends a group in flight. Does nothing if the group is complete or has ended."""
         self._require_open()
         group = self.groups.get(uid)
         if group is None:
@@ -153,26 +154,26 @@ class ReplayBuffer:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
     def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
-        """Returns the new version and the worker's groups that ended with it; None if the version has not changed."""
+        """Returns the new version and the worker's groups that ended since the old version; None without a change."""
         self._require_running()
         if self.version == since_version:
             return None
         return VersionChange(version=self.version, retired=self._retired.since(since_version, worker=worker))
 
     def hold(self, items: Mapping[str, int], *, worker: int = 0) -> None:
-        """Names media items (digest → bytes) for a rollout worker."""
+        """Adds a rollout worker's references to media items (digest → bytes)."""
         self._require_open()
         check_digests(items)
         self.media.hold(worker, items)
 
     def release_items(self, digests: Sequence[str], *, worker: int = 0) -> None:
-        """Removes a rollout worker's names from media items."""
+        """Removes a rollout worker's references to media items."""
         self._require_open()
         self.media.release_items(worker, digests)
 
     # -- calls of workers that lease --------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
-        """Leases groups, or returns None while fewer than ``min_groups`` are ready."""
+        """Leases groups. Returns None if fewer than ``min_groups`` groups are ready."""
         self._require_running()
         check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
         self.expire()
@@ -200,7 +201,7 @@ class ReplayBuffer:
         return Lease(lease_id=lease.lease_id, task=lease.task, rows=leased)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
-        """Returns these groups of a lease with these columns. The lease stays valid."""
+        """Returns ``columns`` of some groups of a lease. The lease stays valid."""
         self._require_running()
         self.expire()
         lease = self.leases.held(lease_id)
@@ -268,7 +269,7 @@ class ReplayBuffer:
 
     # -- calls of the controller -----------------------------------------------------------------------------------
     def slots_left(self) -> int:
-        """Returns how many more groups the current train step may still get."""
+        """Returns how many more groups the current train step may lease."""
         leased = sum(group.actor_step == self.version for group in self.groups.values())
         return self.settings.groups_per_step - leased
 
@@ -295,11 +296,11 @@ class ReplayBuffer:
         return run_progress(self, admitted=self._cursor.next_index, staleness=self.staleness, ledger=counts)
 
     def snapshot(self) -> bytes:
-        """Returns the state that a checkpoint stores, as msgpack. It contains no payloads."""
+        """Returns the bus's state for a checkpoint, as msgpack without payloads."""
         return msgspec.msgpack.encode(self._cursor.state(self))
 
     def restore(self, snapshot: bytes) -> None:
-        """Restores a snapshot. The snapshot's open groups are admitted again before any new group."""
+        """Restores a snapshot. The snapshot's open groups will be admitted again before new groups."""
         self._require_open()
         state = msgspec.msgpack.decode(snapshot, type=Snapshot)
         self.ledger.restore(state.ledger)
@@ -337,7 +338,7 @@ class ReplayBuffer:
         self._forget(group.admission.group_uid)
 
     def _drop_if_surplus(self, group: OpenGroup) -> bool:
-        """Ends a group that no train step needs any longer; returns whether it ended the group."""
+        """Ends the group if no train step needs it; returns whether the group was ended."""
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
         if group.complete is None:
@@ -348,7 +349,7 @@ class ReplayBuffer:
         return True
 
     def _drop_if_stale(self, group: OpenGroup) -> None:
-        """Ends a waiting group that has left the window: it can never be trained, and its slot becomes free."""
+        """Ends the group if it has left the window: it can no longer be trained, and its slot becomes free."""
         if is_stale(group, self.settings, version=self.version):
             assert group.complete is not None
             self._end_as_dropped(group, dict.fromkeys(group.complete.uids, STALE) | group.complete.dropped)
@@ -388,7 +389,7 @@ class ReplayBuffer:
 def run_progress(
     core: ReplayBuffer, *, admitted: int, staleness: Mapping[int, int], ledger: LedgerCounts
 ) -> BusProgress:
-    """Returns the state of the run; ``staleness`` counts the trained samples by staleness."""
+    """Returns the progress of the run. ``staleness`` counts the trained samples by staleness."""
     in_flight = sum(group.in_flight for group in core.groups.values())
     leased = sum(group.actor_step is not None for group in core.groups.values())
     return BusProgress(
@@ -407,13 +408,13 @@ def run_progress(
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """Holds an admitted group that has not ended.
+    """Holds the state of an admitted group that has not ended.
 
-    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker that got the
-    admission. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
-    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts the actor's leases of the group.
-    ``newest_version`` is the version of its newest token, if its columns contain the episodes. ``modality`` is the
-    prompt's modality, empty in a run on text and before the prompt's data row is read.
+    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker with the admission.
+    ``done`` contains the tasks that have written their columns. ``leases`` maps a task to the id of its lease of the
+    group. ``actor_step`` is the train step that has leased the group, if any. ``deliveries`` counts the actor's leases
+    of the group. ``newest_version`` is the weight version of the newest token, if the columns contain the episodes.
+    ``modality`` is the prompt's modality; it is empty in a text run and before the prompt's data row is read.
     """
 
     admission: Admission
@@ -434,20 +435,20 @@ class OpenGroup:
         return self.complete is None
 
     def ready_from(self, version: int) -> int:
-        """Returns the first weight version at which the group can be trained; ``version`` is in force."""
+        """Returns the first weight version at which the group can be trained. ``version`` is the version in force."""
         return self.admission.min_version if self.in_flight else version
 
     @property
     def oldest_version(self) -> int:
-        """Returns the version of the oldest trained token; for a group in flight, the oldest allowed version."""
+        """Returns the weight version of the oldest trained token; for a group in flight, the oldest allowed version."""
         return self.admission.min_version if self.complete is None else min(self.complete.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:
-        """Returns whether the group is complete and has all these columns."""
+        """Returns whether the group is complete and has all ``columns``."""
         return self.complete is not None and all(column in self.complete.columns for column in columns)
 
     def leased_group(self, columns: Iterable[str]) -> Group:
-        """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
+        """Returns the group with ``columns`` for a lease. Raises ValueError for a missing column."""
         group = self.complete
         assert group is not None, "only complete groups are leased"
         try:
@@ -461,19 +462,19 @@ class OpenGroup:
 
 
 class RetiredGroups:
-    """Holds the groups that ended in flight because no step needs them, until their rollout worker reads them."""
+    """Stores groups that ended in flight because no step needs them, until their rollout worker has read the list."""
 
     def __init__(self) -> None:
-        self._retired: list[tuple[int, OpenGroup]] = []  # (version that ended the group, group)
+        self._retired: list[tuple[int, OpenGroup]] = []  # (version at the group's end, group)
 
     def add(self, version: int, group: OpenGroup) -> None:
         """Adds a group that ended when ``version`` came into force."""
         self._retired.append((version, group))
 
     def since(self, version: int, *, worker: int) -> list[str]:
-        """Returns the uids of the worker's groups that ended after ``version``, and removes its older groups.
+        """Returns the uids of the worker's groups that ended after ``version``; removes the worker's older groups.
 
-        A worker that has exited gets no new groups, so few groups of such workers stay here.
+        Groups of workers that have exited stay stored. They are few, because such workers get no new groups.
         """
         self._retired = [entry for entry in self._retired if entry[0] > version or entry[1].worker != worker]
         return [group.admission.group_uid for _, group in self._retired if group.worker == worker]
@@ -485,7 +486,7 @@ class RetiredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """Holds an active lease. ``step`` is set only for the task "actor"; times are seconds of the core's clock."""
+    """Holds an active lease. ``step`` is set only for the task "actor". Times are in seconds of the buffer's clock."""
 
     lease_id: int
     task: str
@@ -496,9 +497,9 @@ class HeldLease:
 
 
 class LeaseTable:
-    """Holds all active leases in order of issue. A lease id is never used twice.
+    """Stores all active leases in order of issue. A lease id is never used twice.
 
-    The caller updates the groups of a lease.
+    The caller must update the leased groups.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -513,7 +514,7 @@ class LeaseTable:
         return lease_id in self._held
 
     def open(self, request: LeaseRequest, group_uids: Sequence[str]) -> HeldLease:
-        """Adds a new lease of these groups and returns it."""
+        """Adds and returns a new lease of ``group_uids``."""
         now = self._clock()
         lease = HeldLease(
             lease_id=self._next_id,
@@ -528,17 +529,17 @@ class LeaseTable:
         return lease
 
     def held(self, lease_id: int) -> HeldLease:
-        """Returns a lease. Raises `LeaseLost` if it is not held."""
+        """Returns an active lease. Raises `LeaseLost` if the lease has ended."""
         lease = self._held.get(lease_id)
         if lease is None:
             raise LeaseLost(
                 f"lease {lease_id} is not held: it expired, was released or revoked, or the bus was restored; "
-                "its groups went back and another worker may have them"
+                "its groups returned to the bus and another worker may have leased them"
             )
         return lease
 
     def of_step(self, lease_ids: Iterable[int], step: int) -> list[HeldLease]:
-        """Returns the actor's leases of these ids, each once. Raises ValueError for a lease of another step or task."""
+        """Returns the actor's leases with these ids, without duplicates. Raises ValueError for another step or task."""
         leases = [self.held(lease_id) for lease_id in dict.fromkeys(lease_ids)]
         for lease in leases:
             if lease.step != step:
@@ -556,7 +557,7 @@ class LeaseTable:
         return [lease for lease in self._held.values() if lease.expires_at <= now]
 
     def next_expiry(self) -> float | None:
-        """Returns when the next lease expires, in seconds of the core's clock; None if no lease is held."""
+        """Returns when the next lease expires, in seconds of the buffer's clock; None without an active lease."""
         return min((lease.expires_at for lease in self._held.values()), default=None)
 
     def remove(self, lease_id: int) -> HeldLease:
@@ -569,13 +570,13 @@ class LeaseTable:
 
 
 def check_admit(max_groups: int) -> None:
-    """Refuses a call for less than one group."""
+    """Refuses a call for fewer than one group."""
     if max_groups < 1:
         raise ValueError(f"bus: admit got max_groups={max_groups}: request 1 or more")
 
 
 def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step: int) -> None:
-    """Refuses a request with impossible counts, and a request of the actor for a finished step."""
+    """Refuses requests with impossible counts, and requests of the actor for a finished step."""
     if not 1 <= request.min_groups <= request.max_groups or request.lease_s <= 0:
         raise ValueError(
             f"bus: a lease needs 1 <= min_groups <= max_groups and lease_s > 0, not min_groups={request.min_groups}, "
@@ -596,7 +597,7 @@ def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step:
 
 
 def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str]) -> None:
-    """Refuses groups that are not among ``held``, the groups of the lease."""
+    """Refuses groups outside ``held``, the groups of the lease."""
     unknown = sorted(set(group_uids).difference(held))
     if unknown:
         raise ValueError(
@@ -605,7 +606,7 @@ def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str])
 
 
 def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Sequence[str]) -> None:
-    """Refuses a write to the actor's lease, and a write whose groups are not exactly ``held``, the lease's groups."""
+    """Refuses writes to the actor's lease, and writes that do not cover exactly ``held``, the groups of the lease."""
     if task == ACTOR:
         raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
     if wrong := sorted(set(group_uids) ^ set(held)):
@@ -615,19 +616,19 @@ def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Se
 
 
 def check_ack_step(step: int, *, version: int) -> None:
-    """Refuses the ack of any step but the current step."""
+    """Refuses the ack of a step that is not the current step."""
     if step != version:
         raise ValueError(f"bus: ack of step {step}, but version {version} is in force: ack step {version}")
 
 
 def check_dropped(dropped: Iterable[str], leased: Iterable[Sequence[str]]) -> None:
-    """Refuses dropped samples that are not among ``leased``, the sample uids of each leased group."""
+    """Refuses dropped samples outside ``leased``, the sample uids of each leased group."""
     if unknown := sorted(set(dropped).difference(*leased)):
         raise ValueError(f"bus: ack drops samples that are not in its leases: {', '.join(unknown[:4])}")
 
 
 def check_issued(uid: str, index: int | None, *, issued: int) -> None:
-    """Refuses a group that is not among the first ``issued`` groups. If ``index`` is None, it is read from the uid."""
+    """Refuses a group with an index of ``issued`` or more. If ``index`` is None, it is read from the uid."""
     if index is None:
         index = int(uid[1:]) if uid[1:].isdecimal() else -1
     if not (0 <= index < issued and uid == group_uid(index)):
@@ -637,8 +638,8 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
 def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
     """Refuses a group with samples or versions that contradict its admission.
 
-    ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
-    next version before the trainer acknowledges its step, so ``version + 1`` is allowed.
+    ``issued`` lists the sample uids of the admission. ``version`` is the version in force. ``version + 1`` is allowed,
+    too, because an engine may get the next version before the trainer's ack of the step.
     """
     named = [*group.uids, *group.dropped]
     if len(named) != len(issued) or set(named) != set(issued):
@@ -660,7 +661,7 @@ def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
 
 
 def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str, int], *, max_row_bytes: int) -> None:
-    """Refuses a group with more than ``max_row_bytes`` bytes of payloads and media items (digest → bytes)."""
+    """Refuses a group if payloads and media items (digest → bytes) take more than ``max_row_bytes`` together."""
     media_bytes = sum(media.values())
     nbytes = payload_bytes(columns) + media_bytes
     if nbytes > max_row_bytes:
@@ -672,7 +673,7 @@ def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str,
 
 
 def check_media(group: Group, named: Container[str]) -> None:
-    """Refuses a group that places a media item which is not ``named``."""
+    """Refuses a group with a media item without references; ``named`` contains the items with references."""
     if lost := [digest for digest in group.media if digest not in named]:
         raise ValueError(
             f"bus: group {group.group_uid} places media item {lost[0]}, which nobody holds, so that its tensors may be "
@@ -681,6 +682,6 @@ def check_media(group: Group, named: Container[str]) -> None:
 
 
 def check_digests(digests: Iterable[str]) -> None:
-    """Refuses names that are no digests, because they become file names."""
+    """Refuses invalid digests, because digests become file names."""
     if wrong := [digest for digest in digests if not is_digest(digest)]:
         raise ValueError(f"bus: {wrong[0]!r} is no digest of a media item: give 32 hexadecimal digits")

@@ -1,4 +1,4 @@
-"""The settings of a bus, fixed when the run starts."""
+"""The settings of a bus, which are fixed at the start of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
 
-ACTOR = "actor"  # the task that trains groups and ends them; any other task adds columns
+ACTOR = "actor"  # the task that trains and ends groups; all other tasks add columns
 INLINE_BYTES = 1 << 16
 MAX_ROW_BYTES = 1 << 28
 
@@ -21,12 +21,12 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     ``groups_per_step`` is the number of groups that one train step consumes. ``group_size`` is the number of samples in
     a group. ``total_steps`` is the number of train steps of the whole run. ``inline_bytes``: payloads up to this size
-    are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: a group with larger payloads is
-    refused. ``spare_groups`` is the number of groups that over-sampling admits in addition to those that a step needs.
-    ``surplus`` says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of
-    workers that share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without
-    media. If ``media_nodes`` is True, each node has its own folder next to it (`relax_core.bus.media_storage`). ``mix``
-    maps modalities to their shares of the groups; it is empty without data.mix.
+    are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: groups with more bytes are
+    refused. ``spare_groups`` is the number of additional groups that over-sampling admits for a step. ``surplus``:
+    "drop" or "keep" unused groups for later steps. ``rollout_workers`` is the number of workers that share the groups.
+    ``media_folder`` is the folder with the files of media items; it is empty in a run without media. If ``media_nodes``
+    is True, each node has a separate folder next to ``media_folder`` (`relax_core.bus.media_storage`). ``mix`` maps
+    modalities to their shares of the groups; it is empty without data.mix.
     """
 
     groups_per_step: int
@@ -62,9 +62,9 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_in_flight(self) -> int | None:
-        """Returns how many groups one of several rollout workers may have in flight; None if there is one worker.
+        """Returns how many groups each of several rollout workers may have in flight; None for a single worker.
 
-        This is the worker's share of all groups that can be admitted, up to one step past the window.
+        The limit is the worker's share of all groups that can be admitted: up to one step past the window.
         """
         if self.rollout_workers == 1:
             return None
@@ -72,7 +72,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_groups(self) -> int:
-        """Returns how many unfinished groups may have been started with the weights in force (docs/rollout.md)."""
+        """Returns the limit of unfinished groups that may start with the weights in force (docs/rollout.md)."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

@@ -1,14 +1,15 @@
-"""The staleness rule: decides which groups are admitted, which groups a lease gets, and which groups are too old.
+"""The staleness rule: selects the groups to admit, the groups for a lease, and the groups that are too old.
 
-Train step t consumes weights t and makes t + 1. It may train an episode iff t minus the version of its oldest trained
-token is at most ``max_staleness``. This module applies the rule in three places:
+Train step t starts from weight version t and produces version t + 1. The step may train an episode if t minus the
+weight version of the episode's oldest trained token is at most ``max_staleness``. The module applies this rule to:
 
-- admission admits a group only if some step inside the window can consume it;
+- admission: a group is admitted only if a step inside the window can consume it;
 - selection: the actor first gets the groups that leave the window next;
-- a group that left the window ends as ``stale``, and a group that is not needed after over-sampling ends as
-  ``over_sampled``. The rollout ends an episode of several turns early if it would become stale (`StalenessCheck`).
+- the end of groups: a group that has left the window ends as ``stale``; a group that over-sampling added and no step
+  needs ends as ``over_sampled``. The rollout ends a multi-turn episode early if the episode would become stale
+  (`StalenessCheck`).
 
-With mode.on_stale=mask the actor also leases stale groups, and `relax_core.train.micro_batches.decode_train_tree` masks
+With mode.on_stale=mask, the actor also gets stale groups, and `relax_core.train.micro_batches.decode_train_tree` masks
 the tokens that are too old.
 """
 
@@ -35,16 +36,16 @@ class StalenessWindow(Protocol):
 
     @property
     def max_staleness(self) -> int:
-        """Returns how many versions a trained token may lag behind the step that trains it."""
+        """Returns the maximum number of weight versions between a trained token and its train step."""
 
 
 def oldest_version(step: int, window: StalenessWindow) -> int:
-    """Returns the version of the oldest token that train step ``step`` may train."""
+    """Returns the oldest weight version that a token of train step ``step`` may have."""
     return step - window.max_staleness
 
 
 def admissible_versions(core: ReplayBuffer, max_groups: int) -> list[int]:
-    """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``."""
+    """Returns the ``min_version`` of each group to admit now, at most ``max_groups`` groups."""
     supply = [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version]
     return plan_admissions(
         supply, core.settings, version=core.version, slots_left=core.slots_left(), max_groups=max_groups
@@ -54,18 +55,18 @@ def admissible_versions(core: ReplayBuffer, max_groups: int) -> list[int]:
 def plan_admissions(
     supply_versions: Iterable[int], settings: BusSettings, *, version: int, slots_left: int, max_groups: int
 ) -> list[int]:
-    """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
+    """Returns the ``min_version`` of each group to admit now, at most ``max_groups`` groups.
 
-    ``supply_versions`` has, for every group that is not leased for step ``version``, the first weight version at which
-    the group can be trained. A new group is meant for the first step c that lacks groups: the steps up to c have more
-    slots than groups that can be trained by then. The group enters if c is at most one step past the window and inside
-    the run.
+    ``supply_versions`` has an entry for every group that is not leased for step ``version``: the first weight version
+    at which the group can be trained. A new group is planned for the first step c that lacks groups: the steps up to c
+    have more slots than trainable groups. The group is admitted if c is at most one step past the window and inside the
+    run.
 
-    If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the free slot
-    first, because groups that the engine holds for a later version cannot fill it.
+    If no group is lost, group k is planned for step k // groups_per_step. If a group is lost, the next new group fills
+    its slot, because older groups may still wait in the engine for a later version.
 
-    ``settings.spare_groups`` are admitted in addition: for each step if ``surplus`` is "drop", and once for the whole
-    run if it is "keep", as unused groups then count for the next step.
+    ``settings.spare_groups`` groups are admitted in addition. With ``surplus`` "drop", this number applies to each
+    step. With "keep", it applies once to the whole run, because unused groups stay available for the next step.
     """
     steps, spare_groups = window_steps(version, settings), settings.spare_groups
     spares = [spare_groups if settings.surplus == "keep" else spare_groups * (ahead + 1) for ahead in range(steps)]
@@ -81,8 +82,8 @@ def window_steps(version: int, settings: BusSettings) -> int:
 def fill(
     wanted: Sequence[int], supply_versions: Iterable[int], window: StalenessWindow, *, version: int, max_groups: int
 ) -> list[int]:
-    """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
-    # supply[k] counts the groups with the first possible train step version + k.
+    """Returns the ``min_version`` of each new group. ``wanted[k]`` groups are needed up to step version + k."""
+    # supply[k] counts the groups that can first be trained at step version + k.
     supply = [0] * len(wanted)
     for ready_from in supply_versions:
         if ready_from - version < len(wanted):
@@ -98,14 +99,14 @@ def fill(
 
 
 def keeps_order(settings: BusSettings) -> bool:
-    """Returns whether train steps take groups in order of issue: no group beyond the step's groups is admitted."""
+    """Returns whether train steps use groups in order of issue: at staleness 0 without over-sampling."""
     return settings.max_staleness == 0 and not settings.spare_groups
 
 
 def choose(core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
-    """Returns the groups that a lease gets now; the actor's request is for the step that is due.
+    """Returns the groups for a lease. A request of the actor must be for the current step.
 
-    With over-sampling there are more groups than the step needs, so the step does not wait for groups in flight.
+    With over-sampling, more groups exist than the step needs, so the step does not wait for groups in flight.
     """
     columns, most, settings = request.columns, request.max_groups, core.settings
     if request.task != ACTOR:
@@ -122,7 +123,7 @@ def choose(core: ReplayBuffer, request: LeaseRequest) -> list[OpenGroup]:
 def choose_for_worker(
     groups: Iterable[OpenGroup], *, task: str, columns: tuple[str, ...], max_groups: int
 ) -> list[OpenGroup]:
-    """Returns the ready groups that the task has not processed and does not hold, lowest index first."""
+    """Returns the ready groups that the task has neither processed nor leased, lowest index first."""
     chosen: list[OpenGroup] = []
     for group in groups:
         if len(chosen) == max_groups:
@@ -136,7 +137,7 @@ def choose_for_worker(
 def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, limit: int) -> list[OpenGroup]:
     """Returns groups strictly in order of issue.
 
-    A group that is not ready blocks all later groups, unless it was admitted for a later step.
+    A group that is not ready blocks all later groups. Groups that were admitted for a later step are skipped.
     """
     chosen: list[OpenGroup] = []
     for group in free:
@@ -155,7 +156,8 @@ def oldest_window_first(
 ) -> list[OpenGroup]:
     """Returns ready groups, lowest index first, and reserves slots for groups that leave the window after this step.
 
-    Slots are reserved for groups of version ``last_chance`` and older. Newer groups get only the remaining slots.
+    The reserved slots are for groups with tokens of version ``last_chance`` or older. Newer groups get the remaining
+    slots.
     """
     ready = [group for group in free if group.has_columns(columns)]
     reserved = sum(group.oldest_version <= last_chance for group in free)
@@ -173,18 +175,18 @@ def oldest_window_first(
 
 
 def is_stale(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Returns whether a complete group that no step holds has left the window of step ``version`` and must end."""
+    """Returns whether a complete, unleased group has left the window of step ``version`` and must end."""
     if group.complete is None or group.actor_step is not None or settings.on_stale != "drop":
         return False
     return group.oldest_version < oldest_version(version, settings)
 
 
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Returns whether a group that no lease holds is no longer needed at the start of step ``version``.
+    """Returns whether an unleased group is no longer needed at the start of step ``version``.
 
-    With surplus=drop, a group in flight is not needed after the step that it was admitted for; with surplus=keep it
-    continues. A complete group is not needed once all its tokens have left the window, or with on_stale=drop once its
-    oldest trained token has left.
+    With surplus=drop, a group in flight is needed until the step that it was admitted for. With surplus=keep, it
+    continues. With on_stale=drop, a complete group is needed until its oldest trained token leaves the window; with
+    on_stale=mask, until all its tokens have left the window.
     """
     if not settings.spare_groups:
         return False
@@ -199,7 +201,7 @@ def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool
 
 
 def newest_version(columns: Mapping[str, bytes]) -> int | None:
-    """Returns the version of a group's newest token; None if the columns do not contain the episodes."""
+    """Returns the weight version of a group's newest token; None if the columns do not contain the episodes."""
     if EPISODES not in columns:
         return None
     turns = [turn for episode in decode_episodes(columns[EPISODES]) for turn in episode.turns]
@@ -207,9 +209,9 @@ def newest_version(columns: Mapping[str, bytes]) -> int | None:
 
 
 class StalenessCheck:
-    """Detects episodes that are too old to be trained, from the newest weight version among all responses.
+    """Detects episodes that are too old to be trained, by comparing with the newest weight version of all responses.
 
-    Such an episode has a token that is more than ``max_lag`` weight versions older than the newest version. If
+    An episode is too old if one of its tokens is more than ``max_lag`` versions older than the newest version. If
     ``max_lag`` is None, no episode is too old.
     """
 
@@ -223,9 +225,9 @@ class StalenessCheck:
         self._newest = max(self._newest, version)
 
     def describe(self, uid: str, versions: Sequence[int]) -> str:
-        """Returns why an episode is too old, or an empty text; the first time it also logs how to avoid this.
+        """Returns why an episode is too old, or "". The first time, also logs how to avoid such episodes.
 
-        ``versions`` has the version of the oldest token of each of its turns.
+        ``versions`` has, for each turn of the episode, the weight version of the oldest token.
         """
         if self._max_lag is None or not versions or self._newest - min(versions) <= self._max_lag:
             return ""

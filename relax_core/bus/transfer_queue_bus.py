@@ -1,9 +1,9 @@
 """The bus with payloads in TransferQueue (bus=transfer_queue): its client and its process.
 
-The client stores a group's payloads in the data plane and sends their location to the bus process. A lease has the
-location from which the client reads them. Only the columns that the ledger persists are sent to the bus process. The
-process frees the payloads of groups that have ended, and ends the run with `BusLost` when a server of the data plane
-exits. The client implements `relax_core.contracts.bus.Bus`.
+The client stores a group's payloads in the data plane and sends their location to the bus process. Only the payloads
+that the ledger persists are sent to the bus process itself. A lease contains the location, and the client reads the
+payloads from there. The bus process frees the payloads of groups that have ended. If a server of the data plane exits,
+all calls raise `BusLost` and the run ends. The client implements `relax_core.contracts.bus.Bus`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from relax_core.bus.transfer_queue_plane import (
 from relax_core.contracts.bus import BusLost, Group, Lease, LeaseRequest
 from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
 
-STUCK_S = 60.0  # a server counts as stuck if one call takes longer
+STUCK_S = 60.0  # maximum duration of a call to a server; a longer call means that the server is stuck
 
 _lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 Columns = Mapping[str, bytes]
 
 
 class TransferQueueBus(RayBus):
-    """Connects a process to the bus. ``owned`` is the data plane that ends with this bus; only the creator has it."""
+    """Connects a process to the bus. ``owned``: the data plane that ends with the bus, set only in the creator."""
 
     def __init__(
         self, actor: Any, *, settings: BusSettings, location: PayloadLocation, owned: DataPlane | None = None
@@ -62,7 +62,7 @@ class TransferQueueBus(RayBus):
     def open(self) -> PlaneClient:
         """Returns the client of the data plane.
 
-        The first call imports the library and connects, which takes seconds.
+        The first call imports the library and connects; this takes seconds.
         """
         with self._opening:
             if self._client is None:
@@ -115,7 +115,7 @@ class TransferQueueBus(RayBus):
         return msgspec.structs.replace(lease, rows=groups)
 
     def terminate(self) -> None:
-        """Ends the bus process, and the data plane if this bus owns it."""
+        """Ends the bus process and, if the bus owns it, the data plane."""
         super().terminate()
         if self._client is not None:
             self._client.close()
@@ -133,7 +133,7 @@ def start_bus(
     owned: DataPlane | None,
     timeout_s: float,
 ) -> TransferQueueBus:
-    """Starts the bus process over a data plane. ``options`` are Ray's and contain name and namespace."""
+    """Starts the bus process with a data plane. ``options`` are Ray's actor options, including name and namespace."""
     location = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
     remote = ray.remote(TransferQueueBusActor).options(**options)
     actor: Any = remote.remote(encode(settings), str(ledger_path), encode(location), plane.hosts)
@@ -168,7 +168,7 @@ def _joined(group: Group, stored: Sequence[StoredColumns], payloads: Mapping[str
     return msgspec.structs.replace(group, columns=columns)
 
 
-SWEEP_S = 30.0  # interval of the search for samples of dead writers
+SWEEP_S = 30.0  # interval between two searches for samples of dead writers
 TIDY_TIMEOUT_S = 60.0
 
 _groups_decoder = msgspec.msgpack.Decoder(PutMessage)
@@ -191,10 +191,10 @@ class _StoredPayload:
 
 
 class TransferQueueBusActor(BusActor):
-    """Runs the bus process over a data plane.
+    """Runs the bus process with a data plane.
 
-    ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the actors of the data plane, in the order of its
-    servers.
+    ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the Ray actors of the data plane, in the order of
+    `PlaneAddress.servers`.
     """
 
     def __init__(self, settings: bytes, ledger_path: str, location: bytes, hosts: list[Any]) -> None:
@@ -207,7 +207,7 @@ class TransferQueueBusActor(BusActor):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def watch(self) -> None:
-        """Starts the tasks that watch the data plane's processes and free samples."""
+        """Starts the background tasks that watch the data plane's processes and free samples."""
         loops = [
             self._watch(server.title, host)
             for server, host in zip(self._location.plane.servers, self._hosts, strict=True)
@@ -216,7 +216,7 @@ class TransferQueueBusActor(BusActor):
 
     @answers
     async def put(self, body: bytes) -> None:
-        """Adds complete groups with payloads that are stored already."""
+        """Adds complete groups; the client has already stored their payloads."""
         given = _groups_decoder.decode(body)
         self._core.put(
             [
@@ -228,7 +228,7 @@ class TransferQueueBusActor(BusActor):
 
     @answers
     async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
-        """Adds columns with payloads that are stored already, and ends the lease."""
+        """Adds columns and ends the lease; the client has already stored the payloads."""
         written = {
             uid: {**columns, **self._payloads(stored)}
             for uid, (columns, stored) in _columns_decoder.decode(body).items()
@@ -240,7 +240,7 @@ class TransferQueueBusActor(BusActor):
         )
 
     async def describe(self) -> tuple[int, bytes, bytes]:
-        """Returns (process id, settings, location of the payloads), the last two as msgpack."""
+        """Returns (process id, settings, location of the payloads). Settings and location are msgpack."""
         process_id, settings, _ = await super().describe()
         return process_id, settings, encode(self._location)
 
@@ -254,7 +254,7 @@ class TransferQueueBusActor(BusActor):
         return payloads
 
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the lease with the location of its payloads, which the client fetches."""
+        """Returns the lease with the locations of its payloads. The client fetches the payloads."""
         groups, samples = [], []
         for group in lease.rows:
             inline: dict[str, bytes] = {}
@@ -272,9 +272,9 @@ class TransferQueueBusActor(BusActor):
 
     # -- the data plane -----------------------------------------------------------------------------------------
     async def _watch(self, title: str, host: Any) -> None:
-        """Waits until a process of the data plane exits.
+        """Waits until a process of the data plane exits, then reports the loss.
 
-        All payloads are lost then, because each group's payloads are spread over the units.
+        The loss of a single process loses all groups, because each group's payloads are spread over the storage units.
         """
         try:
             await host.stay.remote()
@@ -298,12 +298,12 @@ class TransferQueueBusActor(BusActor):
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Frees samples that were never reported to the bus because their writers died."""
+        """Frees samples of writers that died before they reported the samples to the bus."""
         for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
             self._free(key)
 
     async def _tidy(self, method: Any, *args: Any) -> Any:
-        """Calls a method of the controller. If it fails, the data plane is lost and this coroutine never returns."""
+        """Calls a method of the controller. If the call fails, the data plane is lost and `_tidy` never returns."""
         try:
             return await method.remote(self._location.partition, *args, TIDY_TIMEOUT_S)
         except RayActorError:
@@ -313,7 +313,7 @@ class TransferQueueBusActor(BusActor):
         await asyncio.Event().wait()
 
     def _lose(self, text: str) -> None:
-        """Makes all waiting and later calls raise `BusLost`, because the stored payloads can no longer be read."""
+        """Makes all waiting and later calls raise `BusLost`, because stored payloads can no longer be read."""
         if self._lost is None and self._core.close_reason is None:
             self._lost = BusLost(text)
             self._waiting.fail_all(self._lost)

@@ -1,9 +1,9 @@
-"""The data plane of bus=transfer_queue: TransferQueue's processes, their sockets, and the client of all processes.
+"""The data plane of bus=transfer_queue: TransferQueue's server processes, their sockets, and the client.
 
-TransferQueue binds TCP ports at the node's address, authenticates no client, and unpickles the data that it reads. Unix
-sockets in a folder that only this user may enter protect it. The library has no setting for them, so `use_unix_sockets`
-and `serve_below` replace the three helper functions that make its addresses: a server's "IP" becomes its folder, and
-its "ports" become names of sockets in that folder.
+TransferQueue listens on TCP ports of the node's address, does not authenticate clients, and unpickles received data.
+For protection, Relax replaces the TCP ports by Unix sockets in a folder that only this user may enter. The library has
+no setting for Unix sockets, so `use_unix_sockets` and `serve_below` replace three helper functions that make addresses:
+the "IP" of a server becomes its folder, and its "ports" become names of sockets in this folder.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import ray
 from relax_core.contracts.bus import BusLost, BusTimeout, Group, Lease, LeaseLost
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
-GRACE_S = 60.0  # a call may reach the bus this long after its deadline
+GRACE_S = 60.0  # maximum delay after a call's deadline until the call reaches the bus
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a TransferQueue server. ``title`` is its name in errors; ``folder`` and ``ports`` are its sockets."""
+    """Describes a TransferQueue server. ``title``: its name in errors. ``folder``, ``ports``: where its sockets are."""
 
     title: str
     pid: int
@@ -46,9 +46,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the address of a data plane.
+    """Lists the servers of a data plane: the controller and the storage units.
 
-    All processes must use the same order of ``units``, because it determines which unit stores a sample.
+    All processes must use the same order of ``units``, because the order determines which unit stores a sample.
     """
 
     controller: Server
@@ -61,17 +61,17 @@ class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PayloadLocation(msgspec.Struct, frozen=True):
-    """Holds the location of a bus's payloads: a partition of a data plane."""
+    """Identifies where a bus stores its payloads: a partition of a data plane."""
 
     plane: PlaneAddress
     partition: str
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Holds one sample of TransferQueue: the columns that one call wrote for one group.
+    """Describes one sample of TransferQueue: the columns that one call has written for one group.
 
-    ``key`` is unique. ``index`` is the sample's index in the partition; it is reused after the sample was cleared.
-    ``sizes`` maps each column to its bytes.
+    ``key`` is unique. ``index`` is the sample's index in the partition; after the sample is cleared, another sample
+    gets its index. ``sizes`` maps each column to its number of bytes.
     """
 
     key: str
@@ -79,29 +79,29 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
 
 
-# Each group is sent with the payloads that the ledger persists, and with the location of its stored samples.
+# Each group is sent with the payloads that the ledger persists and the locations of its stored samples.
 PutMessage = list[tuple[Group, list[StoredColumns]]]
 WriteMessage = dict[str, tuple[dict[str, bytes], list[StoredColumns]]]  # by group_uid
 LeaseMessage = tuple[Lease, list[list[StoredColumns]]]
 
 
 def new_key(group_uid: str, *, timeout_s: float) -> str:
-    """Returns a key that no other sample has.
+    """Returns a unique key for a sample.
 
-    It contains the time after which its writer can no longer report the sample. If the bus does not know the sample by
-    then, it is abandoned.
+    The key contains the time after which the sample's writer can no longer report the sample to the bus. If the bus
+    does not know the sample by then, the sample is abandoned.
     """
     return f"{group_uid}:{secrets.token_hex(4)}:{time.time() + timeout_s + GRACE_S:.0f}"
 
 
 def abandoned(keys: Iterable[str], known: Mapping[str, object], *, now: float) -> list[str]:
-    """Returns the keys that were never reported to the bus and are past their deadline."""
+    """Returns the keys of samples that were not reported to the bus before the deadline in the key."""
     return [key for key in keys if key not in known and float(key.rpartition(":")[2]) < now]
 
 
 def use_unix_sockets() -> None:
-    """Replaces the library's addresses by Unix sockets. Call it before the first connection to a server."""
-    # The library reads this at import. More threads make a get of 64 x 200 KB twenty times slower.
+    """Replaces the library's TCP addresses by Unix sockets. Call this before the first connection to a server."""
+    # The library reads this variable at import. With more threads a get of 64 x 200 KB is twenty times slower.
     os.environ["TQ_NUM_THREADS"] = "1"
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage
@@ -112,7 +112,7 @@ def use_unix_sockets() -> None:
 
 
 def serve_below(folder: Path) -> None:
-    """Makes the server that this process starts next listen in ``folder``. Each server needs its own folder."""
+    """Makes the next server of this process listen in ``folder``. Each server needs a separate folder."""
     use_unix_sockets()
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage
@@ -127,31 +127,31 @@ def _unix_address(ip: str, port: int) -> str:
     return f"ipc://{ip}/{port}"
 
 
-CHECK_S = 1.0  # a waiting call checks at this interval whether the servers still run
-KEY = "relax_key"  # the field that holds each sample's key, in addition to the columns
+CHECK_S = 1.0  # interval at which a waiting call checks that the servers still run
+KEY = "relax_key"  # the additional field with each sample's key
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """Holds the columns that one call writes for one group, without the columns that are sent to the bus process."""
+    """Holds the columns that one call writes for one group, except columns that are sent to the bus process."""
 
     key: str
     columns: dict[str, bytes]
 
     @classmethod
     def of(cls, group_uid: str, columns: Mapping[str, bytes], *, timeout_s: float) -> NewSample:
-        """Makes a sample of a group's columns. ``timeout_s`` is the writer's deadline in seconds, stored in the key."""
+        """Makes a sample from a group's columns. The key stores the writer's deadline, now + ``timeout_s`` seconds."""
         carried = {column: payload for column, payload in columns.items() if column not in PERSISTED_COLUMNS}
         return cls(new_key(group_uid, timeout_s=timeout_s), carried)
 
 
 class PlaneClient:
-    """Connects a process to a data plane. Each process has one client per plane, and any thread may use it.
+    """Connects a process to a data plane. A process has one client per plane; any thread may use the client.
 
-    Requests run in the client's thread: pass the coroutines below to `call`. Payloads larger than ``inline_bytes`` are
-    sent as separate frames, without a copy.
+    Requests are coroutines that run in the client's thread: pass them to `call`. Payloads larger than ``inline_bytes``
+    are sent as separate frames, without a copy.
     """
 
     def __init__(self, address: PlaneAddress, *, inline_bytes: int = 0) -> None:
@@ -176,8 +176,8 @@ class PlaneClient:
     async def call(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
         """Runs a request and returns its value.
 
-        Raises `BusLost` as soon as a server has exited and `BusTimeout` after ``timeout_s`` seconds; both name the
-        servers.
+        Raises `BusLost` as soon as a server has exited, and `BusTimeout` after ``timeout_s`` seconds. The errors name
+        the servers.
         """
         guarded = self._guarded(request, timeout_s=timeout_s, what=what)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(guarded, self._loop))
@@ -207,7 +207,7 @@ class PlaneClient:
 
     # -- requests -----------------------------------------------------------------------------------------------
     async def put(self, partition: str, samples: Sequence[NewSample]) -> list[list[StoredColumns]]:
-        """Stores samples and returns the location of each as a list, which is empty for a sample without columns."""
+        """Stores samples. Returns a location list for each sample; the list is empty for a sample without columns."""
         stored: list[list[StoredColumns]] = [[] for _ in samples]
         for columns, positions in _positions_by_columns(tuple(sample.columns) for sample in samples).items():
             if not columns:
@@ -228,7 +228,7 @@ class PlaneClient:
     async def get(self, partition: str, wanted: Sequence[StoredColumns]) -> list[dict[str, bytes]]:
         """Returns the columns of each sample; large payloads are read-only memoryviews of the received bytes.
 
-        Raises `LeaseLost` if a sample was cleared, because its group has ended.
+        Raises `LeaseLost` if a sample was cleared because its group has ended.
         """
         groups = _positions_by_columns(tuple(sample.sizes) for sample in wanted)
         answers = await asyncio.gather(
@@ -251,7 +251,7 @@ class PlaneClient:
         from transfer_queue.storage import StorageKeyNotFoundError
 
         indexes = [sample.index for sample in samples]
-        # The bus assigns samples to tasks, so the request names indexes and uses no sampler of the library.
+        # The bus assigns samples to tasks. So the request gives indexes, and does not use a sampler of the library.
         metadata = BatchMeta(indexes, [partition] * len(indexes), {field: {} for field in (KEY, *columns)})
         try:
             answer = await self._storage.get_data(metadata)
@@ -265,7 +265,7 @@ class PlaneClient:
         ]
 
     async def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """Frees samples by key. A key that was cleared before cannot free a later sample at the same index."""
+        """Frees samples by key. Clearing a key again never frees a later sample with the same index."""
         metadata = await self._client.async_kv_retrieve_meta(list(keys), partition, create=False)
         if metadata.size:
             await self._client.async_clear_samples(metadata)
@@ -284,7 +284,7 @@ class PlaneClient:
 
 
 def _positions_by_columns(kinds: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
-    """Returns columns → positions of the samples with these columns: one request needs samples with equal columns."""
+    """Returns columns → positions of samples with these columns, because a request needs samples of equal columns."""
     positions: dict[tuple[str, ...], list[int]] = {}
     for position, kind in enumerate(kinds):
         positions.setdefault(kind, []).append(position)
@@ -331,12 +331,12 @@ class _Host:
         return msgspec.msgpack.encode(server)
 
     async def stay(self) -> None:
-        """Never returns. The call fails as soon as this process dies, so that the caller detects it."""
+        """Never returns. The call fails as soon as this process dies, and the caller detects the death."""
         await asyncio.Event().wait()
 
 
 class StorageHost(_Host):
-    """Runs one storage unit. It holds payloads in memory without a limit, because admission bounds the groups."""
+    """Runs one storage unit. Its memory has no limit, because admission already limits the number of groups."""
 
     def __init__(self, folder: str, number: int) -> None:
         serve_below(Path(folder))
@@ -347,19 +347,19 @@ class StorageHost(_Host):
 
 
 class ControllerHost(_Host):
-    """Runs TransferQueue's controller and a client that frees samples for the bus process, which imports no torch."""
+    """Runs TransferQueue's controller, and frees samples for the bus process, which must not import torch."""
 
     def __init__(self, folder: str) -> None:
         serve_below(Path(folder))
         from transfer_queue.controller import TransferQueueController
 
         self._title = "the controller of TransferQueue"
-        # Without polling_mode, a request for samples that do not exist yet blocks every other request.
+        # Without polling_mode, a request for samples that do not exist yet blocks all other requests.
         self._server = _plain(TransferQueueController)(polling_mode=True)
         self._client: PlaneClient | None = None
 
     async def attach(self, address: bytes) -> None:
-        """Connects the client to the data plane, a `PlaneAddress` as msgpack."""
+        """Connects the client to the data plane; its address is a `PlaneAddress` as msgpack."""
         plane = msgspec.msgpack.decode(address, type=PlaneAddress)
         self._client = await asyncio.to_thread(PlaneClient, plane)
 
@@ -369,13 +369,13 @@ class ControllerHost(_Host):
         return await self._client.call(self._client.keys(partition), timeout_s=timeout_s, what="a list of keys")
 
     async def clear(self, partition: str, keys: list[str], timeout_s: float) -> None:
-        """Frees these samples and skips those that were freed before."""
+        """Frees samples; skips samples that are already freed."""
         assert self._client is not None
         await self._client.call(self._client.clear(partition, keys), timeout_s=timeout_s, what="a clear")
 
 
 def _plain(actor_class: Any) -> Any:
-    """Returns the class inside Ray's decorator, so that our actors can hold an instance and use their own options."""
+    """Returns the class inside Ray's decorator: our actors create an instance of it and have other options."""
     return actor_class.__ray_metadata__.modified_class
 
 
@@ -386,8 +386,8 @@ END_TIMEOUT_S = 2.0
 class DataPlane:
     """Starts TransferQueue's controller and storage as Ray actors, which end with their creator or by `close`.
 
-    Several buses may share one data plane; each has its own partition. All processes run on one host, with sockets in a
-    new folder below ``folder``. Raises ValueError on a cluster of several nodes.
+    Several buses may share one data plane; each bus has a separate partition. All processes run on one host and have
+    their sockets in a new folder below ``folder``. Raises ValueError on a cluster with several nodes.
     """
 
     def __init__(self, *, folder: Path) -> None:
@@ -412,9 +412,9 @@ class DataPlane:
         return str(folder)
 
     def close(self) -> None:
-        """Ends every process and returns when all have exited.
+        """Ends all processes and waits for their exit.
 
-        A stopped process does not react to Ray, so it is killed with SIGKILL.
+        A stopped process (SIGSTOP) does not react to Ray, so remaining processes are killed with SIGKILL.
         """
         for host in self.hosts:
             ray.kill(host)
@@ -426,7 +426,7 @@ class DataPlane:
         self._remove_folder()
 
     def _left_after(self, timeout_s: float) -> list[int]:
-        """Waits at most ``timeout_s`` seconds for all processes to exit; returns the ids of the remaining processes."""
+        """Waits up to ``timeout_s`` seconds for all processes to exit; returns the ids of the remaining processes."""
         deadline = time.monotonic() + timeout_s
         while left := [server.pid for server in self.address.servers if psutil.pid_exists(server.pid)]:
             if time.monotonic() > deadline:

@@ -1,4 +1,5 @@
-"""The commands of `relax` other than runs: dashboard, doctor, engines, eval, explain, list, notify, stall and trace.
+"""Contains the commands of `relax`: dashboard, doctor, engines, eval, explain, list, notify, stall and trace.
 
-Each command has its own module; start reading in ``listing.py``. Commands on model files are in relax_core/tools/.
+There is one module per command. The code of runs is elsewhere. Start reading in ``listing.py``. Commands on model files
+are in relax_core/tools/.
 """

@@ -1,7 +1,7 @@
 """`relax dashboard [FOLDER ...]` serves a web page about the runs in these folders on this machine, until Ctrl-C.
 
-A folder is a run's folder or contains runs; the default is ./runs. The page reads the folders and changes nothing in
-them. It works for runs that are live, ended or crashed, and for copied run folders.
+A folder is a run's folder or contains runs. The default is ./runs. The page only reads the folders. It works for runs
+that are live, ended or crashed, and for copied run folders.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="relax dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs")
+    parser.add_argument("folder", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of runs")
     parser.add_argument("--port", type=int, help=f"by default the first free port from {FIRST_PORT} on")
     given = parser.parse_args(arguments)
     if given.port is not None and not 0 <= given.port <= 65535:
-        print(f"relax dashboard: --port={given.port}: a port is 0 to 65535; 0 takes a free port.", file=sys.stderr)
+        print(f"relax dashboard: --port={given.port}: use 0 to 65535; 0 selects a free port.", file=sys.stderr)
         return 2
     for folder in given.folder:
         if not folder.is_dir():
-            print(f"relax dashboard: {folder} is no folder. Give the folder of a run, or of runs.", file=sys.stderr)
+            print(f"relax dashboard: {folder} is no folder. Give a run folder, or a folder of runs.", file=sys.stderr)
             return 2
     if not find_runs(given.folder):
         listed = ", ".join(map(str, given.folder))
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _listener(port: int | None) -> socket.socket:
-    """Returns a socket that is bound to loopback, by default to the first free port."""
+    """Returns a socket bound to loopback, by default to the first free port."""
     ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
     for candidate in ports[:-1]:
         try:
@@ -74,7 +74,7 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
         print(f"http://{LOOPBACK}:{port}/#token={session.link_token}", flush=True)
 
     def print_next_link() -> None:
-        print("The link was used and is no longer valid. The next link, for another browser:", flush=True)
+        print("The link was used and is no longer valid. Link for another browser:", flush=True)
         print_link()
 
     page = Page(folders, cache=cache_folder(), session=session, on_exchange=print_next_link)
@@ -84,7 +84,7 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
     print(f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {host}", flush=True)
     try:
         asyncio.run(HttpServer(RequestGuard(page_app(page), session, port=lambda: port)).serve(listener))
-    except KeyboardInterrupt:  # uvicorn has closed the connections already
+    except KeyboardInterrupt:  # uvicorn has already closed the connections
         pass
     finally:
         page.close()

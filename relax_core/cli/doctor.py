@@ -1,4 +1,7 @@
-"""`relax doctor` checks whether runs can work on this machine, and finds files and processes that killed runs left."""
+"""`relax doctor` checks whether runs can work on this machine.
+
+It also finds remaining files and processes of killed runs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
 _INSTRUCTIONS = "if-verifiable"
-_OPTIONAL = {  # package → the features that need it, and the extra that installs it
+_OPTIONAL = {  # package → features that need the package, and extra that installs it
     "pylatexenc": ("reward=deepscaler, geo3k and math with rule=boxed", "rewards"),
     _INSTRUCTIONS: ("reward=ifeval and ifbench", "rewards"),
     "reasoning-gym": ("data=reasoning_gym with its reward", "envs"),
@@ -41,7 +44,7 @@ _NLTK_DATA = {
     "punkt_tab": "tokenizers",
     "stopwords": "corpora",
     "averaged_perceptron_tagger_eng": "taggers",
-}  # nltk data that some instructions of IFEval and IFBench need → its folder
+}  # nltk data for some instructions of IFEval and IFBench → folder of the data
 _MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
@@ -55,7 +58,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFinding:
-    """Holds one finding; ``message`` describes it and, if it is not good, the fix."""
+    """Holds one finding. ``message`` describes the finding and, unless the verdict is `good`, the fix."""
 
     topic: str
     verdict: Verdict
@@ -63,16 +66,16 @@ class DoctorFinding:
 
 
 def main(message: Sequence[str]) -> int:
-    """Runs `relax doctor [--clean]`; returns the exit code. Argparse ends the process for unknown arguments."""
+    """Runs `relax doctor [--clean]` and returns the exit code. Argparse ends the process for unknown arguments."""
     parser = argparse.ArgumentParser(prog="relax doctor", description=__doc__)
-    parser.add_argument("--clean", action="store_true", help="first remove the remains of killed runs")
+    parser.add_argument("--clean", action="store_true", help="first remove the files and processes of killed runs")
     return doctor_command(clean=parser.parse_args(message).clean)
 
 
 def doctor_command(*, clean: bool = False) -> int:
-    """Prints every finding; returns 1 if runs cannot work, else 0.
+    """Prints all findings. Returns 1 if runs cannot work, else 0.
 
-    With ``clean``, it first removes the remaining files and processes of killed runs, and prints them.
+    With ``clean``, first removes the remaining files and processes of killed runs, and prints what was removed.
     """
     for stale_run in remove_stale_runs() if clean else ():
         print(stale_run.removal())
@@ -80,7 +83,7 @@ def doctor_command(*, clean: bool = False) -> int:
     for finding in findings:
         print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.message}")
     bad = sum(finding.verdict is Verdict.bad for finding in findings)
-    print(f"\n{bad} of {len(findings)} findings keep a run from working." if bad else "\nA run can work here.")
+    print(f"\n{bad} of {len(findings)} problems prevent runs." if bad else "\nA run can work here.")
     return 1 if bad else 0
 
 
@@ -103,7 +106,7 @@ def _libraries() -> Iterator[DoctorFinding]:
             yield DoctorFinding(topic="library", verdict=Verdict.note, message=message)
     count = len(versions())
     yield DoctorFinding(
-        topic="libraries", verdict=Verdict.good, message=f"{count} checked; those not named are as tested"
+        topic="libraries", verdict=Verdict.good, message=f"{count} checked; all not named here are as tested"
     )
 
 
@@ -201,7 +204,7 @@ def _media() -> Iterator[DoctorFinding]:
 
 
 def _optional() -> Iterator[DoctorFinding]:
-    """Yields the installed and missing optional packages and data of rewards and environments."""
+    """Yields findings about optional packages and data of rewards and environments."""
     found = []
     for package, (what, extra) in _OPTIONAL.items():
         if _is_installed(package):
@@ -244,7 +247,7 @@ def _stale_runs() -> Iterator[DoctorFinding]:
         message = f"{stale_run}. The next run removes it, or: relax doctor --clean"
         yield DoctorFinding(topic="left behind", verdict=Verdict.note, message=message)
     if not found:
-        yield DoctorFinding(topic="left behind", verdict=Verdict.good, message="nothing of killed runs")
+        yield DoctorFinding(topic="left behind", verdict=Verdict.good, message="no files or processes of killed runs")
 
 
 _CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
@@ -269,7 +272,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 class LibraryVersion:
     """Holds the versions of one library.
 
-    ``found`` is None if it is not installed. ``tested`` is None if constraints.txt does not exist or does not name it.
+    ``found`` is None if the library is not installed. ``tested`` is None if constraints.txt does not exist or does not
+    name the library.
     """
 
     name: str
@@ -278,7 +282,7 @@ class LibraryVersion:
 
 
 def versions() -> list[LibraryVersion]:
-    """Returns the versions of the libraries that Relax depends on, without those of its extras."""
+    """Returns the versions of Relax's dependencies, without the dependencies of its extras."""
     tested = _tested()
     return [
         LibraryVersion(name=name, found=_found(name), tested=tested.get(_normal(name))) for name in sorted(_required())
@@ -292,7 +296,7 @@ def _required() -> set[str]:
 
 
 def _tested() -> dict[str, str]:
-    """Maps names to tested versions; it is empty in an installed wheel, which has no constraints.txt."""
+    """Returns name → tested version. Empty in an installed wheel, which has no constraints.txt."""
     if not _CONSTRAINTS.is_file():
         return {}
     pins = [line.split("#")[0].strip().split("==") for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines()]

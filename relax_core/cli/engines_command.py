@@ -8,7 +8,8 @@
   relax engines RUN cancel REQUEST_ID      cancels an order that has not ended
   relax engines RUN watch                  lists the engines once a second
 
-The command waits until an order has ended. The exit code is 1 if it failed or was cancelled, and 2 if it was refused.
+The command waits until the order has ended. The exit code is 1 if the order failed or was cancelled, and 2 if it was
+refused.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("action", nargs="?", choices=["add", "remove", "cancel", "watch"])
     parser.add_argument("what", nargs="*", help="number of engines, engine names, or order id")
     parser.add_argument("--force", action="store_true", help="remove: move running samples to other engines at once")
-    parser.add_argument("--keep-partial", action="store_true", help="add: keep the others if one engine fails")
+    parser.add_argument("--keep-partial", action="store_true", help="add: keep the other new engines if one fails")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for the end of the order")
     parser.add_argument("--dry-run", action="store_true", help="add, remove: only print what would happen")
     given = parser.parse_args(words)
@@ -130,7 +131,10 @@ def _cancel(client: GatewayClient, given: argparse.Namespace) -> int:
 
 
 def _follow(client: GatewayClient, way: str, order: dict[str, Any]) -> str:
-    """Prints each state of an order with its time and returns the last state; the run's deadlines end every order."""
+    """Prints each state of an order with its time, and returns the last state.
+
+    Every order ends by a deadline of the run.
+    """
     shown = 0
     while True:
         for change in order["history"][shown:]:
@@ -152,7 +156,7 @@ def _count(value: float | None) -> str:
 
 
 def _table(client: GatewayClient) -> Iterator[str]:
-    """Yields a table of the engines, with former engines last, and the open orders."""
+    """Yields the lines of a table of engines, former engines last, and the open orders."""
     run = client.ask("GET", "/run")
     rows = client.ask("GET", "/rollout/engines")["engines"]
     yield f"step {run['step']} of {run['steps']}" + (", stopping" if run["stopping"] else "")

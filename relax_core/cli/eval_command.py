@@ -1,4 +1,4 @@
-"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]` evaluates a model without training, on its own engines."""
+"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]` starts engines and evaluates a model without training."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _TIME_FOLDER = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
 def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settle) -> int:
-    """Evaluates the model, checkpoint or run in the first argument; returns the exit code of `evaluate`.
+    """Evaluates the model, checkpoint or run in the first argument. Returns the exit code of `evaluate`.
 
-    The argument is a Hugging Face folder, an option of conf/model, a checkpoint, or a run, whose newest checkpoint is
-    used. A checkpoint and a run have their own settings, which ``key=value`` changes. ``checks`` are additional checks
-    of the configuration for an evaluation; ``settle`` derives the values that are not set.
+    The argument is a Hugging Face folder, an option of conf/model, a checkpoint, or a run. Of a run, the newest
+    checkpoint is evaluated. For a checkpoint or a run, the saved settings are used, and ``key=value`` changes them.
+    ``checks`` are additional checks of an evaluation's configuration. ``settle`` derives the values that are not set.
     """
     if "--help" in words or "-h" in words:
         print(f"{USAGE}: {COMMANDS['eval'][1]}")
@@ -93,7 +93,10 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
 
 
 def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
-    """Returns the target to evaluate, and the command line of its configuration. Raises ValueError."""
+    """Returns the target to evaluate, and its configuration as a command line.
+
+    Raises ValueError for an unknown target.
+    """
     folder = Path(word).expanduser().absolute()
     if (folder / META).is_file():
         return _checkpoint(folder, folder.parent.parent, overrides)
@@ -126,7 +129,7 @@ def _checkpoint(checkpoint: Path, run_folder: Path, overrides: Sequence[str]) ->
     step = CheckpointStore.read_meta(checkpoint).step
     own = [_in_folder(str(run_folder / "evaluations" / f"step_{step}"))]
     if not any(override.startswith("launcher=") for override in overrides):
-        own.append("launcher=local")  # instead of the run's own launcher
+        own.append("launcher=local")  # replaces the run's launcher
     line = rerun_line([str(checkpoint), *own, *overrides])
     return Target(checkpoint=checkpoint, step=step), line
 
@@ -138,7 +141,7 @@ def _in_folder(folder: str) -> str:
 def _option_for(folder: Path, *, also: str | None) -> str:
     """Returns the option of conf/model for a folder of this model's family.
 
-    ``also`` is the name or file of an additional family. Raises ValueError if there is no option.
+    ``also`` is the name or file of an additional family. Raises ValueError if no option fits.
     """
     family = read_hf_config(folder).get("model_type")
     for option in yaml_options("model"):
@@ -147,12 +150,12 @@ def _option_for(folder: Path, *, also: str | None) -> str:
             return option
     if family_key(family, also=also) is not None:
         return "folder"
-    raise ValueError(f"{folder}: model_type={family!r} in its config.json is of no family that Relax knows.")
+    raise ValueError(f"{folder}: model_type={family!r} in its config.json belongs to no family that Relax knows.")
 
 
 RESULT_FILE = "evaluation.json"
 ANSWERS_FILE = "answers.jsonl"
-HELD_OUT = "held-out rows"  # shown for a set without a name
+HELD_OUT = "held-out rows"  # name shown for a set without a name
 INTERVALS = (
     "95 %. Shares: Wilson (1927), with the effective number of cases from the spread between prompts (Kish 1965; Korn "
     "and Graubard 1998), at least one a prompt. Reward: normal, over the prompts' means. pass@k: Chen et al. (2021), "
@@ -166,7 +169,7 @@ def as_result(found: Sequence[SetAnswers], *, meta: Mapping[str, Any]) -> dict[s
 
 
 def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAnswers]) -> Path:
-    """Writes the result and all answers into ``folder``; returns the result's path."""
+    """Writes the result and all answers into ``folder``. Returns the path of the result."""
     with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
         for set_answers in found:
             for prompt, answers in zip(set_answers.of.rows, set_answers.answers, strict=True):
@@ -190,7 +193,7 @@ def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAns
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
-    """Prints a table of all metrics with their intervals, and remarks about each set below it."""
+    """Prints a table of all metrics with their intervals, and below the table remarks about each set."""
     table = Table(show_edge=False)
     for heading in ("set", "figure", "value", "from", "to"):
         table.add_column(heading, justify="left" if heading in ("set", "figure") else "right")
@@ -206,13 +209,13 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def _remarks(eval_set: Mapping[str, Any]) -> list[str]:
-    """Returns facts about a set that its metrics do not show."""
+    """Returns facts about a set that are not among its metrics."""
     words = [f"{eval_set['truncated']:.1%} of {eval_set['answers']} answers reached the token limit"]
     if eval_set["bad_rows"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in eval_set["bad_rows"].items())
         words.append(f"{sum(eval_set['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
     if eval_set["unscored"]:
-        words.append(f"{eval_set['unscored']} answers have no reward and count as not exact")
+        words.append(f"{eval_set['unscored']} answers have no reward and are counted as not exact")
     if "shadow" in eval_set:
         words.append(f"by reward.shadow {eval_set['shadow']:.4f} of the answers that it scored are right")
     return words
@@ -249,7 +252,11 @@ def _as_dict(estimate: Estimate) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMedia:
-    """Holds an evaluation's cache of media items, their folder in shared memory, and the towers' work per item."""
+    """Holds the media of an evaluation.
+
+    ``items`` is the cache of media items, and ``folder`` their folder in shared memory. ``work`` returns the amount of
+    tower work for an item.
+    """
 
     items: ItemCache
     folder: Path
@@ -258,9 +265,9 @@ class EvalMedia:
 
 @contextmanager
 def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[EvalMedia | None]:
-    """Starts the worker processes that encode media; yields None for a text-only evaluation.
+    """Starts worker processes that encode media. Yields None for a text-only evaluation.
 
-    The workers end and the files are removed after the block. Raises ValueError if the model's folder lacks a processor
+    After the block, ends the workers and removes the files. Raises ValueError if the model's folder lacks a processor
     file.
     """
     if not media_kinds(config):
@@ -276,13 +283,13 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
 
 
 class ItemFiles:
-    """Replaces the bus for the item cache, which alone determines how long the files of its items exist."""
+    """Replaces the bus for the item cache. The item cache alone decides when the files of items are removed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
-        """Returns the digests of the items that have no file."""
+        """Returns the digests of the items without a file."""
         return [digest for digest in items if not (self._folder / digest).exists()]
 
     async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
@@ -303,7 +310,7 @@ class EvalEngine:
         self._log_file = log_file
 
     def client(self) -> EngineClient:
-        """Returns the client. Raises EngineError if the process has ended, because nothing restarts it."""
+        """Returns the client. Raises EngineError if the process has ended, because an evaluation restarts no engine."""
         code = self._process.poll()
         if code is not None:
             raise EngineError(f"an engine process ended with {code}; see {self._log_file}")
@@ -321,7 +328,7 @@ def eval_engines(
 ) -> Iterator[list[EvalEngine]]:
     """Starts ``engine.count`` engines in parallel and stops them after the block.
 
-    ``media_folder`` holds the media items of prompts, None if there are none. Raises EngineError if an engine does not
+    ``media_folder`` has the media items of prompts, or is None for text. Raises EngineError if an engine does not
     start.
     """
     with ExitStack() as undo:
@@ -374,7 +381,10 @@ PRINT_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Holds the weights to evaluate: ``checkpoint`` and its number of train steps, or None for the model's weights."""
+    """Holds the weights to evaluate.
+
+    ``checkpoint`` is a checkpoint after ``step`` train steps. None selects the weights of the model folder.
+    """
 
     checkpoint: Path | None = None
     step: int | None = None
@@ -383,9 +393,9 @@ class Target:
 def evaluate(config: RelaxConfig, target: Target) -> int:
     """Starts engines with the target's weights, evaluates all sets, and writes the result to ``run.dir``.
 
-    A ``run.dir`` with files is not changed: the result is written to the next free folder, such as ``DIR-2``. Returns
-    the exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used.
-    Errors are printed to stderr.
+    If ``run.dir`` contains files, the result is written to the next free folder, such as ``DIR-2``. Returns the exit
+    code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used. Prints
+    errors to stderr.
     """
     started, wanted = time.monotonic(), Path(config.run.dir)
     config.data.template_date = config.data.template_date or utc_date()
@@ -397,7 +407,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
         with (
             _weights(config, target, folder) as model,
             eval_media(config, model, log_dir=folder / "logs") as media,
-            asyncio.Runner() as runner,  # one event loop, because an encoding may outlive the call that started it
+            asyncio.Runner() as runner,  # one event loop for all calls, because an encoding may outlive its call
         ):
             prompts = prompt_maker(config, model, media)
             sets = runner.run(prepared(config, prompts))
@@ -430,7 +440,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
 
 
 def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> PromptMaker:
-    """Returns the maker of the prompts."""
+    """Returns the object that makes prompts from data rows."""
     return PromptMaker(
         env=find_env(config.env.name),
         env_config=config.env,
@@ -458,7 +468,7 @@ async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSe
 def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path]:
     """Yields a Hugging Face folder with the weights.
 
-    A checkpoint's weights are written next to the result, and removed after the block.
+    Writes a checkpoint's weights next to the result, and removes them after the block.
     """
     if target.checkpoint is None:
         yield _model_folder(config)

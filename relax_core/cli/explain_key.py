@@ -41,7 +41,7 @@ _TYPES: dict[Any, str] = {
 
 
 def explain_command(words: Sequence[str]) -> int:
-    """Prints the explanation; returns 0, or 2 for an unknown key or a configuration that cannot be composed."""
+    """Prints the explanation. Returns 0, or 2 for an unknown key or a configuration that cannot be composed."""
     if not words or words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if words else USAGE
@@ -82,7 +82,7 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
-    """Returns the documented keys of the chosen options; an option comes after the options that it overrides."""
+    """Returns the documented keys of the chosen options. An option follows the options that it overrides."""
     found = keys_of_root()
     for group in sorted(choices, key=lambda group: group == "experiment"):
         file = conf_folder() / group / f"{choices[group]}.yaml"
@@ -112,7 +112,7 @@ def _section(section: str, values: dict[str, Any], documents: Sequence[Documente
 
 
 def _as_typed(value: Any) -> str:
-    """Returns the value as it is written on the command line."""
+    """Returns the value in the syntax of the command line."""
     if value is None:
         return "null"
     if isinstance(value, dict):
@@ -121,7 +121,7 @@ def _as_typed(value: Any) -> str:
 
 
 def _holder(config: RelaxConfig, key: str) -> tuple[Any, str]:
-    """Returns the object or mapping that has the key, and the key's name in it."""
+    """Returns the object or mapping that contains the key, and the last part of the key."""
     section, _, leaf = key.rpartition(".")
     holder: Any = config
     for part in filter(None, section.split(".")):
@@ -130,7 +130,10 @@ def _holder(config: RelaxConfig, key: str) -> tuple[Any, str]:
 
 
 def _declared_in(holder: Any, leaf: str) -> str:
-    """Returns the settings class that declares a key, and its file; code that reads the key uses that class."""
+    """Returns the settings class that declares a key, and the file of the class.
+
+    Code that reads the key uses this class.
+    """
     if not dataclasses.is_dataclass(holder):
         return "a mapping of the user"
     declared = next(base for base in inspect.getmro(type(holder)) if leaf in inspect.get_annotations(base))

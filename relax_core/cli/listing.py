@@ -29,9 +29,9 @@ _CANNOT = 2
 
 
 def list_command(files: Sequence[str]) -> int:
-    """Prints all available options; ``files`` are the user's plug-in files, which are listed with their kind.
+    """Prints all available options. ``files`` are plug-in files of the user, listed with their kind.
 
-    Returns 0, or 2 if a plug-in is broken. Errors of broken plug-ins follow the list, with file and line.
+    Returns 0, or 2 if a plug-in is broken. Errors of broken plug-ins are printed after the list, with file and line.
     """
     if {"-h", "--help"} & set(files):
         print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
@@ -60,14 +60,14 @@ def list_command(files: Sequence[str]) -> int:
 
 
 def _parser_lines() -> Iterator[str]:
-    """Yields the presets of rewards (options that are not plug-ins), and the parsers of tool calls and verdicts."""
+    """Yields lines for presets of rewards (options without a plug-in), and for parsers of tool calls and verdicts."""
     yield "Presets of rewards (reward=NAME)"
     for option in yaml_options("reward"):
         if option not in names("reward"):
             yield _line(option, first_comment("reward", option))
     yield ""
     yield "Parsers of tool calls (env.tool_parser=NAME)"
-    yield _line(AUTO, "the parser whose form the chat template shows")
+    yield _line(AUTO, "the parser for the format in the chat template")
     for name, reader in PARSERS.items():
         yield _line(name, (reader.__doc__ or "").splitlines()[0])
     yield ""
@@ -93,13 +93,13 @@ def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
 
 
 def _summary(kind: Kind, name: str) -> str:
-    """Returns a plug-in's summary, with the tools of an environment; raises `PluginError` if it is broken."""
+    """Returns a plug-in's summary, with the tools of an environment. Raises `PluginError` for a broken plug-in."""
     spec = find(kind, name)
     return spec.summary + (_tools_text(spec) if isinstance(spec, EnvSpec) else "")
 
 
 def _tools_text(env: EnvSpec) -> str:
-    """Returns the names of the tools with default settings; each data row may have its own tools."""
+    """Returns the names of the tools with default settings. A data row may have different tools."""
     if env.tools is None:
         return ""
     try:

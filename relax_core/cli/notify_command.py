@@ -1,6 +1,6 @@
-"""Sends a test notification to each address of a file of ``notify.urls_file``: ``relax notify test FILE``.
+"""Sends a test notification to each address of a ``notify.urls_file``: ``relax notify test FILE``.
 
-The exit code is 1 if an address did not accept it, and 2 if the file cannot be used.
+The exit code is 1 if an address did not accept the notification, and 2 if the file cannot be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
         prog="relax notify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["test"])
-    parser.add_argument("urls_file", type=Path, metavar="FILE", help="a file as in a run's notify.urls_file")
+    parser.add_argument("urls_file", type=Path, metavar="FILE", help="a file in the format of notify.urls_file")
     given = parser.parse_args(words)
     try:
         receivers = read_receivers(given.urls_file)

@@ -1,8 +1,8 @@
-"""Prints the waits of a live run, as the watchdog reports them: ``relax stall RUN``.
+"""Prints which process of a live run waits for which: ``relax stall RUN``.
 
-The report lists the activity of each worker, which worker waits for which, and the workers at the end of the wait chain
-from the trainer, with their stacks. The report does not delay train steps. The exit code is 1 if the run has ended or
-sends no report in time, and 2 if there is no such run.
+The report has the same form as the watchdog's report. It lists the activity of each worker, and which worker waits for
+which. It shows the stacks of the workers at the end of the trainer's wait chain. The report does not delay train steps.
+The exit code is 1 if the run has ended or sends no report in time, and 2 if the run does not exist.
 """
 
 from __future__ import annotations

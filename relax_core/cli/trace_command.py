@@ -1,9 +1,9 @@
 """`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes a run's timeline as a trace file.
 
-The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, weight
-updates, evaluations, restarts and recoveries after a fault, and orders for engines. They are computed from the run's
-files, so the run has no extra cost. ui.perfetto.dev and chrome://tracing open the format chrome, and an OpenTelemetry
-collector accepts otlp as the body of POST /v1/traces.
+The trace has these lanes: the trainer with the parts of its steps, each rank, each rollout worker, each engine, weight
+updates, evaluations, restarts, recoveries after a fault, and orders for engines. The lanes are computed from the run's
+files, without any cost for the run. Open the format chrome in ui.perfetto.dev or chrome://tracing. An OpenTelemetry
+collector accepts the format otlp as the body of POST /v1/traces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="relax trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--steps", default=":", help="train steps A:B, B not included; both are optional")
+    parser.add_argument("--steps", default=":", help="train steps A:B, without B; both are optional")
     parser.add_argument("--format", choices=WRITERS, default="chrome", help="default: chrome")
     names = ", ".join(name for name, _ in WRITERS.values())
     parser.add_argument(
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def steps_of(words: str) -> tuple[int, float]:
-    """Returns A and B of "A:B", the first step and the end (exclusive). Raises ValueError for other texts."""
+    """Returns the first step A and the end B (exclusive) of "A:B". Raises ValueError for other texts."""
     first, colon, behind = words.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, behind)):
         raise ValueError(f"--steps={words}: give A:B with whole numbers, such as 100:120, 100: or :20.")

@@ -1,4 +1,4 @@
-"""Composes, types and checks the configuration of a run.
+"""Composes, types and validates the configuration of a run.
 
 Start reading in `compose.py`; `schema.py` has the type of every key.
 """

@@ -1,22 +1,22 @@
-"""Defines the enums of configuration keys that have a few named values."""
+"""Defines the enums for configuration keys with a few named values."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-SEEDS = "seeds"  # data.task: rows for envs without data; each row has its own number, in order
-NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # envs whose games are a builtin model's warm start
+SEEDS = "seeds"  # data.task: rows for envs that need no data; a row has only its number, in order
+NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # envs with games that a builtin model's warm start teaches
 
 
 class ModeName(Enum):
-    """Names the schedules of rollout and trainer: they take turns, or run at the same time."""
+    """Names the schedules of rollout and trainer: they alternate, or run at the same time."""
 
     colocate = "colocate"
     asynchronous = "async"
 
 
 class OnStale(Enum):
-    """Lists the actions for groups outside of the staleness window."""
+    """Lists the actions for groups outside the staleness window."""
 
     drop = "drop"
     mask = "mask"
@@ -50,7 +50,7 @@ class Schedule(Enum):
     linear = "linear"
 
 
-# Action for a prompt that ends with an assistant message; None rejects the prompt.
+# What to do with a prompt that ends with an assistant message; None rejects the prompt.
 LastAssistant = Enum("LastAssistant", ["drop", "continue"])
 
 
@@ -64,13 +64,13 @@ class Overlong(Enum):
 
 
 class MediaPlace(Enum):
-    """Lists the places for media of prompts without a placeholder."""
+    """Lists the positions to insert media in prompts without a placeholder."""
 
     first = "first"
 
 
 class Recompute(Enum):
-    """Lists the amounts of activations that the backward pass recomputes."""
+    """Lists how many activations the backward pass recomputes."""
 
     none = "none"
     selective = "selective"
@@ -78,7 +78,7 @@ class Recompute(Enum):
 
 
 class WeightTransportName(Enum):
-    """Names the transports of weights from the trainer to an engine."""
+    """Names the transports for weights from the trainer to an engine."""
 
     auto = "auto"
     shared_memory = "shared_memory"

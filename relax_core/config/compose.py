@@ -1,4 +1,4 @@
-"""Composes the configuration: turns the words of a command line into a typed, validated `RelaxConfig` with Hydra."""
+"""Composes the configuration: converts the words of a command line to a typed, validated `RelaxConfig` with Hydra."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
 
 
-@cache  # the plug-ins of one process do not change
+@cache  # the set of plug-ins does not change during a process
 def register_schema() -> None:
-    """Registers the types, and the plug-ins without a YAML file, in Hydra's ConfigStore."""
+    """Registers the schema's types and the plug-ins without a YAML file in Hydra's ConfigStore."""
     from hydra.core.config_store import ConfigStore
 
     if not OmegaConf.has_resolver("examples"):
@@ -49,7 +49,8 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
-        # The mapping stays open until the plug-in's type is applied: YAML files do not know the settings of plug-ins.
+        # The mapping accepts any key until the plug-in's type is applied, because the settings of plug-ins are unknown
+        # here.
         root[kind] = DictConfig({}, flags={"struct": False})
     for kind in GROUP_KINDS:
         for name in plugin_options(kind):
@@ -66,12 +67,12 @@ def _plain(values: Any) -> dict[str, Any]:
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Returns the merged, untyped configuration. Raises `ConfigError`."""
+    """Returns the merged, untyped configuration; raises `ConfigError`."""
     return _compose(overrides, with_hydra=False)
 
 
 def choices_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Maps each group to the option that is chosen with these overrides. Raises `ConfigError`."""
+    """Maps each group to the option that these overrides choose; raises `ConfigError`."""
     choices = _compose(overrides, with_hydra=True).hydra.runtime.choices
     return {str(group): str(choice) for group, choice in choices.items() if choice is not None}
 
@@ -93,7 +94,7 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 
 
 def _refuse_both_lengths(cfg: DictConfig, args: Sequence[str]) -> None:
-    """Raises `ConfigError` if the words set run.steps although run.epochs is set anywhere."""
+    """Raises `ConfigError` if the words set run.steps while run.epochs is set in any place."""
     epochs = cfg.run.get("epochs")
     typed = [word for word in args if word.lstrip("+").startswith("run.steps=")]
     if epochs is not None and typed:
@@ -104,12 +105,12 @@ def _refuse_both_lengths(cfg: DictConfig, args: Sequence[str]) -> None:
 def load_config(
     overrides: Sequence[str] = (), *, checks: Iterable[Check] = (), settle: Settle | None = None
 ) -> RelaxConfig:
-    """Returns the typed and validated configuration of one run. Raises `ConfigError` with every problem found."""
+    """Returns the typed and validated configuration of one run; raises `ConfigError` with all problems."""
     return to_run_config(compose(overrides), checks=checks, settle=settle)
 
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
-    """Reads the YAML of `relax_core.config.saved_config.to_yaml_with_secrets`, and validates it again.
+    """Reads the YAML that `relax_core.config.saved_config.to_yaml_with_secrets` wrote, and validates it again.
 
     Raises `ConfigError`.
     """
@@ -128,10 +129,11 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
 
 
 def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None) -> RelaxConfig:
-    """Returns typed objects for a composed configuration, with absolute paths, after validating everything.
+    """Converts a composed configuration to typed objects with absolute paths, and validates it.
 
     Raises:
-        ConfigError: for unknown keys, missing values and wrong types; if all types fit, for problems of `validate`.
+        ConfigError: for unknown keys, missing values and wrong types. If all types are right, for the problems that
+            `validate` finds.
     """
     config, found = settled(typed_config(cfg), checks=checks, settle=settle)
     if found:
@@ -142,7 +144,7 @@ def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Sett
 def settled(
     config: RelaxConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None
 ) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with its derived values, and all of its problems."""
+    """Returns the configuration with derived values, and all problems of the configuration."""
     found: list[str] = []
     if settle is not None:
         config, found = settle(config)
@@ -150,7 +152,7 @@ def settled(
 
 
 def typed_config(cfg: DictConfig) -> RelaxConfig:
-    """Returns the typed configuration with absolute paths, before the validation. Raises `ConfigError`."""
+    """Returns the typed configuration with absolute paths, without validation; raises `ConfigError`."""
     problems = _unknown_keys(cfg)
     by_time = "${now:" in str(cfg.run._get_node("dir"))
     by_variable = references(OmegaConf.to_container(cfg))
@@ -175,14 +177,15 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)
-    config.model.freeze = sorted(set(config.model.freeze))  # a resumed run compares it, and its order does not matter
+    # A resume compares this list, and the order of the list has no meaning.
+    config.model.freeze = sorted(set(config.model.freeze))
     return config
 
 
 def _resolve(node: Any, values: Any) -> None:
-    """Replaces each interpolation of a configuration by its value in ``values``, the resolved configuration.
+    """Replaces each interpolation in a configuration by its value in ``values``, the resolved configuration.
 
-    The values of variables are not resolved again.
+    Values of environment variables are not resolved again.
     """
     for key in range(len(values)) if isinstance(values, list) else list(values):
         child = node._get_node(key)
@@ -206,11 +209,11 @@ def run(
 ) -> int:
     """Runs ``job`` for the configuration of the command line, and returns the exit code.
 
-    With plan=true, ``show_plan`` is called instead of ``job``, with the problems that the checks found. ``sweep``
-    receives the runs of a sweep (-m) and starts them once all are known.
+    With plan=true, calls ``show_plan`` with the problems that the checks found, and does not call ``job``. ``sweep``
+    receives the runs of a sweep (-m) and starts them after the last one.
 
-    The exit code is the job's, for a sweep the first nonzero code of its jobs. It is 2 for a user's mistake, which is
-    reported on stderr without a traceback.
+    The exit code is the job's exit code; for a sweep it is the first nonzero exit code of a job. It is 2 for a user's
+    mistake, which stderr shows without a traceback.
     """
     import hydra
     from hydra.errors import HydraException
@@ -243,7 +246,7 @@ def run(
 
 
 class _Jobs:
-    """Receives the composed configurations of one command line. ``codes`` are the exit codes of the finished jobs."""
+    """Receives the composed configurations of one command line; ``codes`` are the exit codes of finished jobs."""
 
     def __init__(
         self,
@@ -261,9 +264,9 @@ class _Jobs:
         self._kept: list[Callable[[], int]] = []
 
     def take(self, cfg: DictConfig) -> object:
-        """Passes a run of a sweep to the sweep, and stores a plan or a single run for `end`.
+        """Passes a run of a sweep to ``sweep``, and stores a plan or a single run for `end`.
 
-        Nothing runs here, because Hydra would report an exception in its own format.
+        This method starts no job, because Hydra would report an exception in its own format.
         """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
@@ -291,14 +294,14 @@ class _Jobs:
         return typed_config(cfg)
 
     def end(self) -> None:
-        """Executes the stored plans and runs, and starts the runs of the sweep."""
+        """Executes the stored plans and the stored run, and starts the runs of the sweep."""
         for job in self._kept:
             self.codes.append(job())
         if self._sweep is not None:
             self.codes.append(self._sweep.finish())
 
     def _start(self, cfg: DictConfig) -> int:
-        """Settles the configuration, then shows its plan or runs its job. Raises `ConfigError`."""
+        """Derives the missing values, then shows the plan or runs the job; raises `ConfigError`."""
         config, problems = settled(self._typed(cfg), checks=self._checks, settle=self._settle)
         if self._is_plan(config):
             return self._plan(config, problems)
@@ -319,7 +322,7 @@ class _Jobs:
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Makes Hydra raise its errors instead of printing them."""
+    """Makes Hydra raise errors; by default Hydra prints them."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -333,7 +336,7 @@ def _hydra_raises() -> Iterator[None]:
 
 @contextmanager
 def _argv(arguments: Sequence[str]) -> Iterator[None]:
-    """Sets sys.argv, which Hydra reads, and restores it for the summary, which shows the words of the user."""
+    """Sets sys.argv for Hydra during the block, and restores the user's words for the summary afterwards."""
     before = sys.argv
     sys.argv = ["relax", *arguments]
     try:
@@ -343,7 +346,10 @@ def _argv(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _unknown_keys(cfg: DictConfig) -> list[str]:
-    """Returns messages for unknown keys that were added with +key=value. Hydra refuses all other unknown keys."""
+    """Returns messages for unknown keys that were added with +key=value.
+
+    Hydra itself refuses all other unknown keys.
+    """
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
     unknown = (dotted for key in map(str, cfg) if key not in roots for dotted in _dotted(key, cfg._get_node(key)))
     problems = [unknown_key(key) for key in unknown]
@@ -353,7 +359,7 @@ def _unknown_keys(cfg: DictConfig) -> list[str]:
 
 
 def _dotted(key: str, node: Any) -> Iterator[str]:
-    """Yields the dotted leaf keys of a mapping that was added as one value."""
+    """Yields the dotted leaf keys of a mapping that the user added as one value."""
     if not isinstance(node, DictConfig):
         yield key
         return
@@ -362,7 +368,7 @@ def _dotted(key: str, node: Any) -> Iterator[str]:
 
 
 def _unknown_below(section: str, values: DictConfig) -> list[str]:
-    section_type: Any = OmegaConf.get_type(values)  # only the keys of the chosen launcher
+    section_type: Any = OmegaConf.get_type(values)  # the chosen launcher has other keys than the other launchers
     kinds = {field.name: field.type for field in dataclasses.fields(section_type)}
     problems = [unknown_key(f"{section}.{key}") for key in map(str, values) if key not in kinds]
     for name in kinds:
@@ -374,13 +380,16 @@ def _unknown_below(section: str, values: DictConfig) -> list[str]:
 
 
 def _missing_values(cfg: DictConfig) -> list[str]:
-    """Returns messages for keys with the value ???. Keys of plug-ins are checked when plug-ins are typed."""
+    """Returns messages for keys with the value ???.
+
+    `typed_plugin` checks the keys of plug-ins.
+    """
     missing = sorted(key for key in OmegaConf.missing_keys(cfg) if key.split(".", 1)[0] not in KINDS)
     return [f"{key} has no value: add {key}=..." for key in missing]
 
 
 def _absolute(config: RelaxConfig) -> RelaxConfig:
-    """Makes every path absolute, because services have other working folders."""
+    """Makes every path absolute, because services have different working folders."""
     for section, key in (dotted.split(".") for dotted in PATHS):
         holder: Any = getattr(config, section)
         if (path := getattr(holder, key, None)) is not None:  # only one launcher has token_file
@@ -401,20 +410,22 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
 
 
 def _path(key: str, text: Any) -> Any:
-    """Returns the absolute path; a value that is not text is returned unchanged for the checks.
+    """Returns the absolute path.
 
-    Raises `ConfigError` for an empty or invalid path, an address, or a path without access for this user.
+    A value that is not text is returned unchanged; the checks report it.
+
+    Raises `ConfigError` for an empty or invalid path, an address, or a path that this user cannot access.
     """
     if not isinstance(text, str):
         return text
-    if not text:  # `run.dir=$UNSET` would be this very folder
+    if not text:  # `run.dir=$UNSET` would become the current folder
         raise ConfigError([f"{key} is empty. Give a path, or leave it out."])
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
     if _ADDRESS.match(text):
         raise ConfigError([f"{key}={shown}: this is an address, not a local path. {_copy_hint(text)}"])
     try:
         path = Path(text).expanduser().absolute()
-        with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a file that must exist
+        with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a missing file
             path.stat()
     except OSError as error:
         raise ConfigError([f"{key}={shown}: {error.strerror}. Give another path."]) from error
@@ -424,7 +435,7 @@ def _path(key: str, text: Any) -> Any:
 
 
 def _copy_hint(address: str) -> str:
-    """Returns how to copy the content of an address to this machine."""
+    """Returns a hint on how to copy the content of an address to this machine."""
     if address.startswith("hf://"):
         return "Download it with hf download, and give the path of the copy."
     if address.startswith(("http://", "https://")):
@@ -434,7 +445,7 @@ def _copy_hint(address: str) -> str:
 
 
 def _absolute_each(paths: Any, *, key: str) -> Any:
-    """Returns the same list or mapping with absolute paths: the keys of `data.paths`, and the values of `eval.sets`.
+    """Makes the paths in a list or a mapping absolute: the keys of `data.paths`, or the values of `eval.sets`.
 
     Raises `ConfigError` for a value of `eval.sets` that is neither text nor null.
     """
@@ -451,8 +462,8 @@ def _absolute_each(paths: Any, *, key: str) -> Any:
 class SweepRuns(Protocol):
     """Receives the runs of a sweep one by one.
 
-    ``overrides`` are the overrides of one run, as a user would type them. ``swept`` are the overrides in which the runs
-    differ. ``folder`` is the folder of the sweep.
+    ``overrides`` are the overrides of one run, as a user would type them. ``swept`` are the overrides that differ
+    between the runs. ``folder`` is the folder of the sweep.
     """
 
     def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
@@ -462,8 +473,8 @@ class SweepRuns(Protocol):
         """Records a run with an invalid configuration."""
 
     def finish(self) -> int:
-        """Starts the runs after the last run was taken, and returns the exit code."""
+        """Starts the runs after the last call of `take`, and returns the exit code."""
 
 
 class SweepFailed(RuntimeError):
-    """Raised if a run failed and the sweeper needs its value."""
+    """Reports that a run failed although the sweeper needs its value."""

@@ -1,4 +1,4 @@
-"""Checks the keys of engines: their kind, external servers, and settings that SGLang does not support."""
+"""Checks the keys of engines: kind of engine, external servers, and settings that SGLang does not support."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNSET: dict[str, object] = {
 
 
 def engine_name_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem if the kind of engine does not exist or its file cannot be loaded."""
+    """Yields a problem if the kind of engine does not exist or the plug-in's file cannot be loaded."""
     name = config.engine.name
     if not is_file_plugin(name) and name not in names("engine"):
         yield missing_name("engine.name", name, names("engine"))
@@ -40,7 +40,7 @@ def engine_name_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of engine keys that can be found without reading a file."""
+    """Yields the problems of engine keys that can be found without reading files."""
     engine = config.engine
     spec = find_engine(engine.name)
     for key, unset in _UNSET.items():
@@ -66,16 +66,16 @@ def engine_file_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _with_key(key: str) -> list[str]:
-    """Returns the built-in kinds of engine that read the key."""
+    """Returns the names of the built-in engines that read the key."""
     return [name for name in names("engine") if is_builtin("engine", name) and key in find_engine(name).keys]
 
 
-# Keys that apply only to servers that the run starts → their defaults.
+# Maps each key that applies only to servers of the run to its default.
 _OF_OUR_SERVERS: dict[str, object] = {"python": None, "mem_fraction": None, "flags": {}}
 
 
 def attached_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of engine.urls and engine.token_file that can be found without reading a file."""
+    """Yields the problems of engine.urls and engine.token_file that can be found without reading files."""
     engine = config.engine
     if not engine.urls:
         if engine.token_file is not None and config.gateway.name == "none":
@@ -92,14 +92,14 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
             yield f"engine.urls: {url} is no address of a server. Write http://host:port."
     for key, unset in _OF_OUR_SERVERS.items():
         if (value := getattr(engine, key)) != unset:
-            yield f"engine.{key}={value} with engine.urls: the run does not start those servers. Drop it."
+            yield f"engine.{key}={value} with engine.urls: the run does not start these servers. Drop it."
     teacher = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teacher is not None and teacher.served_by == "engine":
         yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
 
 
 def media_not_sent(config: RelaxConfig) -> list[MediaKind]:
-    """Returns the kinds of media that prompts may have but that external servers do not get."""
+    """Returns the kinds of media that prompts may have but that the run does not send to external servers."""
     kinds, gets = media_kinds(config), find_engine(config.engine.name).attached_media
     if not gets:
         return list(kinds)
@@ -109,11 +109,11 @@ def media_not_sent(config: RelaxConfig) -> list[MediaKind]:
 
 
 def no_media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem if prompts have media and the servers of engine.urls cannot read the run's media folder."""
+    """Yields a problem if prompts have media that the servers of engine.urls cannot read."""
     if config.engine.urls and (media_not_sent(config) or config.data.task in MEDIA_TASKS):
         yield (
             f"engine.urls with media in prompts: a server of engine={config.engine.name} that the run did not start "
-            "does not get them. Drop engine.urls, or use engine=sglang, whose servers get images."
+            "does not get the media. Drop engine.urls, or use engine=sglang, whose servers get images."
         )
 
 
@@ -127,9 +127,9 @@ def token_file_problems(engine: EngineConfig) -> Iterator[str]:
             yield f"engine.token_file={file}: others may read it. Run chmod 600 {file}."
 
 
-MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags sets it
+MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens; engine.flags may set another value
 
-# Server flags that engine.flags may not set → the key of Relax that sets them.
+# Maps each server flag that engine.flags must not set to the key of Relax that sets the flag.
 OWN_FLAGS = {
     "model-path": "model.path",
     "model": "model.path",
@@ -147,10 +147,10 @@ OWN_FLAGS = {
     "context-length": "engine.context_length",
     "enable-deterministic-inference": "engine.deterministic",
     "enable-return-routed-experts": "algo.routing_replay",
-    "weight-version": "nothing: the trainer does",
+    "weight-version": "nothing: the trainer sets it",
     "load-format": "nothing: weights come from the trainer",
-    "custom-weight-loader": "nothing: it is Relax's own",
-    "skip-tokenizer-init": "rollout.stop: the server has a tokenizer where there are stop strings",
+    "custom-weight-loader": "nothing: it belongs to Relax",
+    "skip-tokenizer-init": "rollout.stop: the server loads a tokenizer only for stop strings",
     "incremental-streaming-output": "nothing: it is always on",
     "config": "engine.flags itself",
     "dist-init-addr": "nothing: a server stays on one host",
@@ -178,13 +178,13 @@ def _flag(name: str) -> str:
 
 
 def _own_flag(name: str) -> str | None:
-    """Returns the flag of `OWN_FLAGS` that the server would read for ``name``; it accepts every prefix of a flag."""
+    """Returns the flag of `OWN_FLAGS` that the server reads for ``name``; the server accepts every prefix of a flag."""
     flag = _flag(name)
     return flag if flag in OWN_FLAGS else next((own for own in OWN_FLAGS if own.startswith(flag)), None)
 
 
 def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields settings for which SGLang cannot report kept sets, or scores another distribution."""
+    """Yields problems of settings that make SGLang report no kept sets or score a different distribution."""
     engine, rollout = config.engine, config.rollout
     flags = {_flag(name): (name, value) for name, value in engine.flags.items()}
     written, most = flags.get("sampling-mask-max-tokens", ("", MASK_TOKENS))
@@ -194,13 +194,13 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
         if value != off and rollout.top_k == -1:
             yield (
-                f"rollout.{key}={value:g} with engine=sglang: it reports the kept tokens only with a top_k. Add "
+                f"rollout.{key}={value:g} with engine=sglang: SGLang reports the kept tokens only with a top_k. Add "
                 f"rollout.top_k={most // 2}, or use rollout.{key}={off:g}."
             )
     if rollout.min_p > 0.0 and engine.deterministic:
         yield (
             f"rollout.min_p={rollout.min_p:g} with engine.deterministic=true: SGLang cannot draw by seed under min_p, "
-            "and ends. Use engine.deterministic=false, or rollout.min_p=0."
+            "and would exit. Use engine.deterministic=false, or rollout.min_p=0."
         )
     if rollout.top_k > most:
         yield (
@@ -218,12 +218,12 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
     if rollout.temperature != 1.0:
         yield (
             f"rollout.temperature={rollout.temperature:g} with algo.served_by=engine and engine=sglang: SGLang "
-            "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
+            "can score only at temperature 1. Use rollout.temperature=1, or algo.served_by=forward."
         )
 
 
 def _media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields media settings that SGLang does not support, and media that external servers do not get."""
+    """Yields problems of media settings that SGLang does not support, and of media that external servers do not get."""
     kinds = media_kinds(config)
     if config.modality.audio_in_video and "video" in kinds:
         yield (
@@ -252,11 +252,11 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of the interpreter and the token file."""
+    """Yields the problems of SGLang's interpreter and of the token file."""
     engine = config.engine
     if engine.python is not None and not os.access(engine.python, os.X_OK):
         yield (
-            f"engine.python={engine.python}: no such interpreter. On a CPU: make sglang-cpu, and "
+            f"engine.python={engine.python}: no such interpreter. On a CPU run make sglang-cpu, and use "
             "engine.python=.venv-sglang/bin/python."
         )
     yield from token_file_problems(engine)

@@ -1,4 +1,4 @@
-"""Translates errors of Hydra and OmegaConf into one sentence with key, value and fix."""
+"""Translates an error of Hydra or OmegaConf into one sentence with key, value and fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from relax_core.config.schema_keys import known_keys, section_keys, section_type
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
-_NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
+_NO_PACKAGE = "its first line must be '# @package _global_', so its groups and keys are those of the whole run."
 _TYPE_NAMES = {
     "Integer": "a whole number",
     "Float": "a number",
@@ -39,8 +39,8 @@ _SCALAR_NAMES = {int: _TYPE_NAMES["Integer"], float: _TYPE_NAMES["Float"], bool:
 
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
-    """Returns Hydra's error as a `ConfigError` in Relax's form."""
-    # Imported here because the processes of roles import this module without Hydra.
+    """Converts Hydra's error to a `ConfigError` in Relax's form."""
+    # Hydra is imported here, because role processes import this module and need no Hydra.
     from hydra.errors import MissingConfigException, OverrideParseException
 
     if isinstance(error, MarkedYAMLError):
@@ -73,13 +73,13 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         file = f"in {inside[1]}.yaml: "
         if inside[3]:
             return ConfigError([f"{file}{_NO_PACKAGE}"])
-        return ConfigError([f"{file}override /{inside[2]}: there is no such group. Groups: {', '.join(groups())}."])
+        return ConfigError([f"{file}override /{inside[2]}: no such group. Groups: {', '.join(groups())}."])
     lines = [line.strip() for line in text.splitlines() if line.strip() and "://" not in line]
     return ConfigError([" ".join(lines[:4])])
 
 
 def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
-    """Returns the message for a value of the wrong type or outside of the choices."""
+    """Returns the message for a value that has the wrong type or is not one of the choices."""
     text = _first_line(error)
     section = key.split(".", 1)[0]
     chooser = ""
@@ -89,7 +89,7 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
         return f"{key} is a value and has no keys. Write {key}=VALUE."
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text, re.DOTALL):
         if wrong[1].startswith("["):
-            return f"{key}={wrong[1]}: it takes one value. Several, one run after the other: -m {key}=VALUE,VALUE."
+            return f"{key}={wrong[1]}: it takes one value. For several runs: -m {key}=VALUE,VALUE."
         return f"{key}={wrong[1]}: expected {_TYPE_NAMES.get(wrong[2], wrong[2])}.{chooser}"
     if choice := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text, re.DOTALL):
         return f"{key}={choice[1]}: expected one of {choice[2]}.{chooser}"
@@ -98,7 +98,7 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
     if "does not support deletion" in text:
         return f"{key} cannot be removed, only set."
     if key == "data.path" and "'list'" in text:
-        return f"{key} takes one file. Several: 'data.paths=[a.jsonl,b.jsonl]'."
+        return f"{key} takes one file. For several files: 'data.paths=[a.jsonl,b.jsonl]'."
     if "is not Optional" in text:
         return f"{key}=null: it needs a value."
     if "is not a ListConfig" in text and (wrong := getattr(error, "value", None)) is not None:
@@ -132,7 +132,7 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
 
 
 def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
-    """Returns the message for a missing option. ``also`` are the options that Hydra found in the user's folder."""
+    """Returns the message for an option that does not exist; ``also`` are the options in the user's folder."""
     group, _, choice = config_file.partition("/")
     if options := sorted({*group_options(group), *also}):
         return missing_name(group, choice, options)
@@ -140,7 +140,10 @@ def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
 
 
 def _unknown_key(error: Exception, key: str) -> str:
-    """Returns the message for an unknown key. The key comes from Hydra's text: OmegaConf has only its first part."""
+    """Returns the message for an unknown key.
+
+    Hydra's text has the whole key; OmegaConf's error has only the first part.
+    """
     file = _in_file(error)
     if file and key == file.split("/")[0].removeprefix("in "):
         return f"{file}{_NO_PACKAGE}"
@@ -158,12 +161,12 @@ def _in_file(error: Exception) -> str:
 
 
 def _bad_syntax(override: str) -> str:
-    override = override.removeprefix("++")  # Relax adds it to keys of open mappings
+    override = override.removeprefix("++")  # Relax adds ++ to keys of mappings with free keys
     message = f"{override!r} is not key=value."
     if override.endswith((".yaml", ".yml")) and "=" not in override:
         return f"{message} {file_override_hint(override)}."
     if override.endswith(SUFFIXES) and "=" not in override:
-        return f"{message} The rows are a file: data=file data.path={override}"
+        return f"{message} For a file of rows: data=file data.path={override}"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
         return f"{message} {_right_form(override)}"
     for commands, here in COMMANDS_ELSEWHERE.items():
@@ -173,7 +176,7 @@ def _bad_syntax(override: str) -> str:
     if key in known_keys() or key in groups():
         return f"{message} Write {key}=VALUE, in one word."
     if not key.isascii():
-        return f"{message} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
+        return f"{message} Names in a key must be ASCII; write other names in your own YAML file (--config-dir)."
     if (Path(override) / "config.yaml").is_file():
         return f"{message} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
     message += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
@@ -184,12 +187,12 @@ def _bad_syntax(override: str) -> str:
 
 
 def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
-    """Returns the fix for a value that Hydra cannot parse, by the type of its key."""
+    """Returns the fix for a value that Hydra cannot parse; the fix depends on the key's type."""
     key, _, value = override.partition("=")
     kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
     if kinds and kinds[0] in (int, float, bool):
         if value.endswith(","):
-            several = f"with -m there is no blank after a comma: {key}={value}VALUE"
+            several = f"with -m write no blank after a comma: {key}={value}VALUE"
             return f"{key} takes {_SCALAR_NAMES[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
         if re.fullmatch(r"\d+(,\d+)+", value):
             return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
@@ -200,7 +203,7 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
         return f"Each text of the list takes quotes: {as_list(key, value)}"
     if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
         return (
-            f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
+            f"Names in it must be ASCII, and texts need quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
             "YAML file of your own (--config-dir)"
         )
     written = f"{key}={quoted(value, mark=DOUBLE)}"
@@ -208,7 +211,7 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
 
 
 def as_list(key: str, value: str) -> str:
-    """Returns the override for a list of texts or integers, as typed in a shell: Hydra's quotes inside the shell's."""
+    """Returns the override for a list of texts or integers as typed in a shell: Hydra's quotes inside shell quotes."""
     inner = value.removeprefix("[").removesuffix("]")
     texts = inner.split(",") if inner else []
     if texts and any("int" in str(kind) for kind in types_of(key)) and all(text.strip().isdigit() for text in texts):
@@ -220,12 +223,12 @@ def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | No
     while error is not None:
         if isinstance(error, OmegaConfBaseException):
             return error
-        error = error.__cause__ or error.__context__  # Hydra drops the cause of an error in a YAML file
+        error = error.__cause__ or error.__context__  # Hydra drops the cause of an error in a YAML file.
     return None
 
 
 def _resolver_error(error: BaseException | None) -> ValueError | OSError | None:
-    """Returns the resolver's error, which has a message for users; None for an error of OmegaConf itself."""
+    """Returns a resolver's error, which has a message for users, or None for an error of OmegaConf itself."""
     while isinstance(error, OmegaConfBaseException):
         error = error.__cause__ or error.__context__
     return error if isinstance(error, ValueError | OSError) else None

@@ -1,4 +1,4 @@
-"""Defines the error for mistakes in the configuration and its report to the user."""
+"""Defines the error for mistakes in the configuration, and the report of this error to the user."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u2028-\u202e\u
 
 
 class NotYet(str):
-    """Marks a problem that is no mistake: a feature that is not built yet, or a value that is not given yet.
+    """Marks a problem that is not a mistake: a feature that is not built yet, or a value that is missing so far.
 
-    A start is refused, as for any other problem. A plan is still made and shows the problem at its top.
+    Such a problem prevents a start. A plan is still made, and the plan begins with the problem.
     """
 
     __slots__ = ()
@@ -23,7 +23,7 @@ class NotYet(str):
 class ConfigError(ValueError):
     """Holds all problems of a configuration. Each problem names the key, the value and the fix.
 
-    Secrets of the command line are redacted, and control characters are shown by their codes.
+    Secrets of the command line are redacted, and control characters are replaced by their codes.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class ConfigError(ValueError):
         self.problems = shown_problems
 
     def report(self) -> str:
-        """Returns the text for the user: one line for one problem, a list for several."""
+        """Returns the text for the user: one line for a single problem, or a list of problems."""
         if len(self.problems) == 1:
             return f"relax: {self.problems[0]}"
         lines = [f"relax: {len(self.problems)} problems in the configuration"]
@@ -52,9 +52,9 @@ def either(choices: Sequence[object]) -> str:
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """Returns up to ``count`` choices similar to ``word``, ignoring case, best first.
+    """Returns up to ``count`` choices that are similar to ``word``, ignoring case, most similar first.
 
-    A choice with the same letters in another order comes first.
+    A choice with the same letters in another order is first.
     """
     by_lower = {choice.lower(): choice for choice in choices}
     swapped = [choice for choice in by_lower if sorted(choice) == sorted(word.lower())]

@@ -23,12 +23,12 @@ from relax_core.config.options import (
 from relax_core.registry import GROUP_KINDS, Kind, PluginError, find, known, section_of
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s].*?))?(?:\s+# (?P<comment>.*))?\s*")
-_NO_KEYS = ("defaults", "hydra")  # keys of Hydra itself
+_NO_KEYS = ("defaults", "hydra")  # Hydra's own keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentedKey:
-    """Holds a key of conf/ with its comment, which may be empty. ``line`` counts from 1."""
+    """Holds a key of conf/ with its comment, or "" without a comment; ``line`` counts from 1."""
 
     key: str
     value: str
@@ -37,7 +37,7 @@ class DocumentedKey:
     line: int
 
     def place(self) -> str:
-        """Returns the file and line; the path of a file in conf/ begins with conf/."""
+        """Returns the file and line as text; the path of a file in conf/ begins with conf/."""
         folder = conf_folder()
         inside = self.file.is_relative_to(folder)
         return f"{Path('conf') / self.file.relative_to(folder) if inside else self.file}, line {self.line}"
@@ -49,16 +49,16 @@ def keys_of_root() -> list[DocumentedKey]:
 
 
 def keys_of_option(group: str, file: Path) -> list[DocumentedKey]:
-    """Returns the keys of one option's YAML file. An experiment's keys are those of the whole run."""
+    """Returns the keys in one option's YAML file; for an experiment, full keys of the whole run."""
     text = file.read_text(encoding="utf-8")
     whole = re.search(r"^#\s*@package\s+_global_", text, re.MULTILINE)
     return list(_keys_in(file, prefix="" if whole else f"{group}."))
 
 
 def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
-    """Returns the settings of a plug-in without a YAML file, with their defaults.
+    """Returns the settings of a plug-in that has no YAML file, with their defaults.
 
-    A plug-in of a kind without settings has the keys of the option ``plugin``. Raises
+    If plug-ins of a kind have no settings, returns the keys of the option ``plugin``. Raises
     `relax_core.registry.PluginError`.
     """
     config = getattr(find(kind, name), "config", None)
@@ -80,7 +80,10 @@ def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
 
 
 def _keys_in(file: Path, *, prefix: str) -> Iterator[DocumentedKey]:
-    """Yields the keys of a file. Files of conf/ use block style, so the indentation gives the section."""
+    """Yields the keys of a file.
+
+    Files of conf/ use block style, so the indentation of a key determines its section.
+    """
     sections: list[tuple[int, str]] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         match = _LINE.fullmatch(line)
@@ -126,20 +129,20 @@ Groups: each is a set of keys that belong together; group=option chooses a file 
 """
 
 _GROUPS = {
-    "algo": "how samples become a gradient",
-    "bus": "how samples get from role to role",
-    "data": "where prompts come from",
+    "algo": "the loss and the advantages",
+    "bus": "the transfer of samples between roles",
+    "data": "the source of prompts",
     "engine": "the inference engine that generates responses",
-    "env": "the environment of an episode, between prompt and reward",
+    "env": "the environment of an episode",
     "experiment": "settings of several groups under one name; keys on the command line override them",
     "gateway": "the HTTP server for the page and for orders",
-    "launcher": "where the run is started",
+    "launcher": "the scheduler and the machines of a run",
     "modality": "inputs of the model in addition to text",
-    "mode": "whether rollout and trainer take turns, and the maximum staleness",
+    "mode": "whether rollout and trainer alternate, and the maximum staleness",
     "model": "the model that is trained",
     "parallel": "layout of the trainer: ranks and micro-batches",
     "placement": "GPUs of each role",
-    "reward": "how an answer is scored",
+    "reward": "the score of an answer",
     "tracker": "where metrics go",
 }
 
@@ -177,7 +180,7 @@ algo.name=/path/my_algo.py (docs/plugins/README.md).
 
 
 def help_text(chosen: Sequence[str] = ()) -> str:
-    """Returns the help page, or the keys of each chosen option (``algo=ppo``).
+    """Returns the help page; if options are chosen (``algo=ppo``), returns the keys of each option.
 
     Raises `ConfigError` for an option that does not exist.
     """
@@ -188,7 +191,7 @@ def help_text(chosen: Sequence[str] = ()) -> str:
 
 
 def _option_help(key: str, choice: str) -> str:
-    """Returns the help of one option. ``key`` is a group, or the key of a plug-in's name, such as algo.name."""
+    """Returns the help for one option; ``key`` is a group, or the key of a plug-in's name, such as algo.name."""
     group = key.removesuffix(".name")
     if key == group and not choice:
         options = ", ".join(group_options(group))
@@ -200,7 +203,7 @@ def _option_help(key: str, choice: str) -> str:
     else:
         kind = next(
             group_kind for group_kind in GROUP_KINDS if group_kind == group
-        )  # every option of the other groups has a YAML
+        )  # in all other groups every option has a YAML file
         try:
             about, keys = find(kind, choice).summary, keys_of_plugin(kind, choice)
         except PluginError as error:

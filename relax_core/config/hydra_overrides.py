@@ -1,6 +1,6 @@
 """Prepares the command line for Hydra: rejects invalid words, quotes texts and paths, adds plug-in groups.
 
-Secrets are removed from the words before other code reads them, and from the output of `ps`.
+Secrets are removed from the words before other code reads the words, and from the output of `ps`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from relax_core.registry import (
     names,
 )
 
-# Keys with a path. Relax makes the paths absolute, because services have other working folders.
+# Keys with a path. Relax makes the paths absolute, because services have different working folders.
 PATHS = (
     "model.path",
     "data.path",
@@ -53,9 +53,9 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of data files
 _OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # mappings with free keys
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
-# Hydra reads such a text unchanged, with or without quotes. Its grammar is ASCII.
+# Matches text that Hydra reads unchanged without quotes. Hydra's grammar is ASCII.
 PLAIN = re.compile(r"(?!(?i:true|false|null|inf|nan)$)[A-Za-z_/.][\w/.-]*", re.ASCII)
-_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # values that are the same with and without quotes
+_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # values that do not change with quotes
 _DICT_KEY = re.compile(r"""(['"]?)([\w/.@|*?%+-]+)\1""", re.ASCII)
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 
@@ -66,7 +66,7 @@ _OWN_YAML = (
 _REFUSED_FLAGS = {
     "--config-path": f"--config-path takes Relax's own configuration away. {_OWN_YAML}",
     "--config-name": f"--config-name takes Relax's own configuration away. {_OWN_YAML}",
-    "--experimental-rerun": "Relax keeps no pickled configurations. To repeat a run: relax rerun RUN",
+    "--experimental-rerun": "Relax stores no pickled configurations. To repeat a run: relax rerun RUN",
 }
 _SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg"}
 _FLAGS = (
@@ -79,17 +79,17 @@ _FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 _REFUSED_HYDRA = {
     "hydra.run.dir": "a run's folder is run.dir",
     "hydra.job.name": "a run's name is name",
-    "hydra.job.chdir": "a run stays in the folder that it was started from",
+    "hydra.job.chdir": "a run never changes its working folder",
     "hydra.output_subdir": "a run's configuration is config.yaml in run.dir",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """Holds the words of one command line.
+    """Holds the command-line words of one command.
 
-    ``typed`` are the user's words, ``hydra`` those for Hydra. ``command`` is the prefix that `as_typed` puts before the
-    overrides of a run, such as ``rerun RUN``.
+    ``typed`` are the user's words, and ``hydra`` the words for Hydra. ``command`` is the prefix that `as_typed` adds
+    before the overrides of a run, such as ``rerun RUN``.
     """
 
     typed: tuple[str, ...]
@@ -98,16 +98,16 @@ class CommandLine:
 
     @classmethod
     def of(cls, args: Sequence[str], *, typed: Sequence[str] | None = None) -> CommandLine:
-        """Makes a command line from words without their command. ``typed`` are the words with the command.
+        """Builds the command line from ``words``, which exclude the command; ``typed`` are all words.
 
-        Raises `ConfigError` as `hydra_arguments` does.
+        Raises the errors of `hydra_arguments`.
         """
         return cls(typed=tuple(args if typed is None else typed), hydra=tuple(hydra_arguments(args)))
 
     def as_typed(self, overrides: Sequence[str]) -> list[str]:
-        """Returns the overrides of one run, as Hydra reports them, in the user's words.
+        """Converts the overrides that Hydra reports for one run to the user's words.
 
-        Words that Relax quoted are returned without these quotes; words that Relax added are left out.
+        Quotes that Relax added are removed, and words that Relax added are left out.
         """
         several = _is_sweep(self.typed)
         single = [override for arg in self.typed for override in (_one_by_one(arg) if several else [arg])]
@@ -116,7 +116,7 @@ class CommandLine:
         return [*self.command, *(args.get(override, override) for override in overrides if override not in added)]
 
     def duplicate_keys(self) -> dict[str, str]:
-        """Returns the last value of each key or group that the user set more than once, with different values."""
+        """Returns the last value of each key or group that the user set several times to different values."""
         pairs = [
             override.partition("=")[::2]
             for override in self.typed
@@ -126,7 +126,7 @@ class CommandLine:
         return {key: last[key] for key, value in pairs if value != last[key]}
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
-        """Returns the overrides of `as_typed` in which the runs of a sweep differ."""
+        """Returns those overrides of `as_typed` that differ between the runs of a sweep."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         args = [arg for arg in self.hydra if "=" in arg and not arg.startswith("-")]
@@ -139,7 +139,7 @@ class CommandLine:
 
 
 def hydra_arguments(args: Sequence[str]) -> list[str]:
-    """Returns the words for Hydra. Raises `ConfigError` for words that Hydra would misinterpret."""
+    """Returns the words for Hydra; raises `ConfigError` for words that Hydra would misinterpret."""
     if problems := [*_wrong_flags(args), *(problem for arg in args for problem in _wrong_override(arg))]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(args)
@@ -149,7 +149,7 @@ def hydra_arguments(args: Sequence[str]) -> list[str]:
 
 
 def _flags_and_overrides(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags and the overrides separately, because Hydra needs all overrides in one sequence."""
+    """Separates flags from overrides, because Hydra needs all overrides in one sequence."""
     flags: list[str] = []
     overrides: list[str] = []
     for place, arg in enumerate(args):
@@ -164,9 +164,9 @@ def _is_sweep(args: Sequence[str]) -> bool:
 
 
 def groups_of_files(overrides: Sequence[str]) -> list[str]:
-    """Returns ``data=file``, and ``reward=math``, if the words name data files but neither data nor an experiment.
+    """Returns ``data=file`` and ``reward=math`` if the words name data files but choose neither data nor experiment.
 
-    The defaults are a generated task and its reward, which do not fit files.
+    The default options, a generated task and its reward, do not work for files.
     """
     given = {arg.partition("=")[0].lstrip("+") for arg in overrides if not arg.endswith("=null")}
     if not given & {"data.path", "data.paths"} or given & {"data", "data.name", "experiment"}:
@@ -175,9 +175,9 @@ def groups_of_files(overrides: Sequence[str]) -> list[str]:
 
 
 def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
-    """Adds the group of a plug-in that is given by name only, such as ``algo=x`` for ``algo.name=x``.
+    """Adds the group for a plug-in that the words only name: ``algo=x`` for ``algo.name=x``.
 
-    If there is no such option, ``algo=plugin`` is added, so that the plug-in does not inherit values of grpo.yaml.
+    If the group has no such option, adds ``algo=plugin``; otherwise the plug-in would inherit values of grpo.yaml.
     """
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     named = [(kind, given[f"{kind}.name"]) for kind in GROUP_KINDS if f"{kind}.name" in given and kind not in given]
@@ -220,7 +220,7 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
 
 
 def _unknown_flag(flag: str, value: str) -> str:
-    """Returns the message for an unknown flag; other trainers have flags where Relax has keys."""
+    """Returns the message for an unknown flag; other trainers use flags for settings that are keys in Relax."""
     name = flag.lstrip("-").replace("-", "_")
     message = f"{flag} is not a flag of relax"
     if value.endswith((".yaml", ".yml")):
@@ -250,10 +250,10 @@ def _unknown_flag(flag: str, value: str) -> str:
 
 
 def file_override_hint(file: str) -> str:
-    """Returns the correct form for a YAML file that the user typed as a word."""
+    """Returns the correct override for a YAML file that the user typed as a word."""
     path = Path(file).expanduser()
     if path.name == "config.yaml" and path.is_file():
-        return f"To repeat the run of that file: relax rerun {path.parent}"
+        return f"To repeat this file's run: relax rerun {path.parent}"
     if path.parent.name == "experiment":
         return f"A YAML file of your own: --config-dir {path.parent.parent} experiment={path.stem}"
     return (
@@ -276,7 +276,7 @@ def _wrong_override(arg: str) -> Iterator[str]:
     elif value.strip() in ("", "null") and group != "experiment":
         yield f"{arg}: {group} needs one of {', '.join(yaml_options(group))}. Leave it out for the default."
     elif key.startswith("+"):
-        yield f"{arg}: {group} is there already, so it takes no plus: {group}={value}."
+        yield f"{arg}: {group} is already set, so it takes no plus: {group}={value}."
     elif value.startswith("["):
         yield f"{arg}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
     elif _is_path(group, value):
@@ -293,7 +293,7 @@ def _option_by_path(group: str, value: str) -> str:
     if group == "model" and not value.endswith((".yaml", ".yml", ".py")):
         return f"the folder of a model is model.path: {model_override_hint(value)}."
     if group == "data" and not value.endswith((".yaml", ".yml", ".py")):
-        return f"the rows are a file: data=file data.path={value}."
+        return f"for a file of rows: data=file data.path={value}."
     name = Path(value).stem
     if name in yaml_options(group) and "/" not in value:
         return f"an option is named without its suffix: {group}={name}."
@@ -313,7 +313,7 @@ def model_override_hint(text: str) -> str:
 
 
 def hub_download_hint(name: str, *, then: str) -> str:
-    """Returns how to use a model of the Hugging Face hub: the download command, and ``then`` followed by the folder."""
+    """Returns how to use a model of the Hugging Face hub: the download command, then ``then`` and the folder."""
     folder = name.rpartition("/")[2]
     return f"hf download {name} --local-dir {folder}, since Relax downloads nothing; then {then}{folder}"
 
@@ -324,16 +324,17 @@ def is_hub_name(text: str) -> bool:
 
 
 def _for_hydra(arg: str, *, several: bool, args: Sequence[str] = ()) -> str:
-    """Returns ``arg`` for Hydra: quoted, and with ++ before a key of an open mapping."""
+    """Converts ``arg`` for Hydra: quotes its texts, and adds ++ before a key of a mapping with free keys."""
     opens = arg.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
     return "++" * opens + quoted_argument(arg, several=several, args=args)
 
 
 def quoted_argument(arg: str, *, several: bool, args: Sequence[str] = ()) -> str:
-    """Returns ``arg`` with quotes around each text that Hydra would misread or reject.
+    """Quotes each text in ``arg`` that Hydra would misread or reject.
 
-    These are values of text keys, such as ``name=1e5``, and non-ASCII values of any key. With ``several``, commas
-    separate the values of a sweep. ``args`` are the whole command line, which names the plug-ins with typed settings.
+    These texts are values of text keys, such as ``name=1e5``, and non-ASCII values of any key. With ``several``, commas
+    separate the values of a sweep. ``args`` is the whole command line; it names the plug-ins, which determine the types
+    of settings.
     """
     key, equals, value = arg.partition("=")
     name = key.lstrip("+")
@@ -350,15 +351,15 @@ def quoted_argument(arg: str, *, several: bool, args: Sequence[str] = ()) -> str
 
 
 def _one_by_one(arg: str) -> list[str]:
-    """Returns the override of each value of a sweep."""
+    """Splits the override of a sweep into one override for each value."""
     key, equals, value = arg.partition("=")
     parts = split(value) if equals else None
     return [arg] if parts is None else [arg, *(f"{key}={part}" for part in parts)]
 
 
 def _type_of(key: str, value: str, args: Sequence[str]) -> Any:
-    """Returns the type of a key, or None if it is unknown or does not matter for the value."""
-    if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
+    """Returns the type of a key, or None if the type is unknown or has no influence on the value."""
+    if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in defines the types of data.config
         return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
     kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
     if kind is None or all(PLAIN.fullmatch(part) or _SAME.fullmatch(part) for part in value.split(",")):
@@ -373,7 +374,7 @@ def _type_of(key: str, value: str, args: Sequence[str]) -> Any:
     for plugin in {choice for choice in chosen if choice in known or is_file_plugin(choice)} or known:
         try:
             found.add(without_null(type_below(find(kind, plugin).config, below)))
-        except PluginError:  # its own check reports it, if it is used
+        except PluginError:  # The plug-in check reports this error if the plug-in is used.
             continue
     found.discard(None)
     return found.pop() if len(found) == 1 else None
@@ -388,9 +389,9 @@ def _chooses(kind: Kind, arg: str) -> bool:
 
 
 def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
-    """Returns a value for Hydra with quotes around its texts, including those inside a list or a mapping.
+    """Returns a value for Hydra with quotes around its texts, including texts inside a list or a mapping.
 
-    ``of_list``: the value is an element of a list, and is text even if it is null or begins with a bracket.
+    ``of_list`` is True for an element of a list, which is text even if it is null or begins with a bracket.
     """
     text, inner = value.strip(), value.strip()[1:-1]
     if kind is not str and text[:1] + text[-1:] in ("[]", "{}") and (parts := split(inner)) is not None:
@@ -412,7 +413,7 @@ def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
 
 
 def _quoted_pair(pair: str, kind: Any) -> str:
-    """Returns a pair of a mapping for Hydra, which accepts no quotes around the key."""
+    """Returns a key-value pair of a mapping for Hydra; Hydra accepts no quotes around the key."""
     name, colon, value = pair.partition(":")
     if (key := _DICT_KEY.fullmatch(name.strip())) is None or not colon:
         return pair
@@ -420,7 +421,7 @@ def _quoted_pair(pair: str, kind: Any) -> str:
 
 
 def split(text: str) -> list[str] | None:
-    """Splits a text at commas outside quotes and brackets; returns None if quotes or brackets do not match."""
+    """Splits a text at commas outside quotes and brackets; returns None for unmatched quotes or brackets."""
     parts, open_brackets, mark = [""], [], ""
     for place, sign in enumerate(text):
         if mark:
@@ -439,16 +440,16 @@ def split(text: str) -> list[str] | None:
 
 
 def quoted(text: str, *, mark: str = SINGLE) -> str:
-    r"""Returns ``text`` in Hydra's quotes: marks inside are escaped, and backslashes before a mark are doubled."""
+    r"""Returns ``text`` in Hydra's quotes: quote marks are escaped, and backslashes before a quote mark are doubled."""
     escaped = re.sub(rf"(\\*){mark}", rf"\1\1\\{mark}", text)
     return mark + re.sub(r"(\\+)$", r"\1\1", escaped) + mark
 
 
-IsText = Callable[[str, str], bool]  # (key, value) → whether the key has type text
+IsText = Callable[[str, str], bool]  # (key, value) → whether the key's type is text
 
 
 def user_file_problems(folder: Path, args: Sequence[str], is_text: IsText) -> Iterator[str]:
-    """Yields the problems of the chosen files in a --config-dir folder; Hydra itself reports invalid YAML."""
+    """Yields the problems of the chosen files in a --config-dir folder; invalid YAML is reported by Hydra."""
     for group, _, option in (arg.partition("=") for arg in args):
         file = folder / group / f"{option}.yaml"
         if not file.is_file():
@@ -474,7 +475,7 @@ def user_file_problems(folder: Path, args: Sequence[str], is_text: IsText) -> It
 
 
 def _scalars(node: Any, key: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
-    """Yields each scalar of a file with its dotted key; list items have the key of the list plus ``.0``."""
+    """Yields each scalar of a file with its dotted key; the key of a list item is the list's key plus ``.0``."""
     if isinstance(node, yaml.MappingNode):
         for name, below in node.value:
             yield from _scalars(below, f"{key}.{name.value}" if key else str(name.value))
@@ -485,17 +486,17 @@ def _scalars(node: Any, key: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
         yield node, key
 
 
-_NAMES = re.compile(r"[.\[\]@:/]+")  # separators between the names of a key
+_NAMES = re.compile(r"[.\[\]@:/]+")  # separators between the parts of a key
 _MAY_HOLD = re.compile(r"env|header|cookie|token|secret|passw|passphrase|credential|auth|key", re.IGNORECASE)
-_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # root key in an interpolation
-_FIX = "Give it in quotes, or by an environment variable: {key}='${{oc.env:NAME}}', where NAME is the variable's name"
+_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # root key of an interpolation
+_FIX = "Put it in quotes, or use an environment variable: {key}='${{oc.env:NAME}}', where NAME is the variable's name"
 
 
 def without_secrets(args: Sequence[str]) -> list[str]:
-    """Returns the words with each secret replaced by a reference; this process keeps the secret (`withhold`).
+    """Replaces each secret in the words by a reference; only this process stores the secret (`withhold`).
 
-    Hydra, files of the run and error messages then never contain the secret. Values that are already references, such
-    as ``agent.env.TOKEN=${oc.env:TOKEN}``, are unchanged. Raises `ConfigError` for a secret that cannot be parsed.
+    Hydra, the run's files and error messages thus never contain the secret. Values that already are references, such as
+    ``agent.env.TOKEN=${oc.env:TOKEN}``, are unchanged. Raises `ConfigError` for a secret that cannot be parsed.
     """
     return [_without_secrets(arg, args) for arg in args]
 
@@ -506,19 +507,19 @@ def _without_secrets(arg: str, args: Sequence[str]) -> str:
         return arg
     path = tuple(name for name in _NAMES.split(key.lstrip("+~")) if name)
     values = _parsed(arg, args)
-    if values is None:  # Hydra rejects the word, or it is a sweep over numbers
+    if values is None:  # Hydra rejects the word, or the word is a sweep over numbers.
         if is_secret_place(path) or redacted(value, path) != value or ("{" in value and _MAY_HOLD.search(value)):
             name = f" One variable: {key}.NAME=VALUE." if key in ("agent.env", "launcher.env") else ""
             raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}.{name}"])
         return arg
     if is_secret_place(path) and len(values) == 1 and isinstance(values[0], bool | int | float):
-        values = [value]  # a variable is text: 1e5 stays as typed
+        values = [value]  # The value of a variable is text: 1e5 stays as typed.
     written = ",".join(_written(element, path) for element in values)
     return f"{key}={written}" if has_withheld(written) else arg
 
 
 def _parsed(arg: str, args: Sequence[str]) -> list[Any] | None:
-    """Returns the values of an override, several for a sweep; None if Hydra cannot parse it."""
+    """Returns the value of an override, or the values of a sweep; None if Hydra cannot parse the override."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep
     from hydra.errors import HydraException
@@ -534,7 +535,7 @@ def _parsed(arg: str, args: Sequence[str]) -> list[Any] | None:
 
 
 def _written(value: Any, path: tuple[str, ...]) -> str:
-    """Returns a value in Hydra's grammar, with each secret replaced by a reference."""
+    """Formats a value in Hydra's grammar and replaces each secret by a reference."""
     if isinstance(value, Mapping):
         items = (f"{_text(str(name))}:{_written(inner, (*path, str(name)))}" for name, inner in value.items())
         return "{" + ",".join(items) + "}"
@@ -552,10 +553,10 @@ def _written(value: Any, path: tuple[str, ...]) -> str:
 
 
 def _withheld(value: Any) -> str:
-    """Returns the reference to a secret. Variables in its text (``${oc.env:NAME,default}``) are resolved first.
+    """Returns the reference to a secret; environment variables in the text (``${oc.env:NAME,default}``) are resolved.
 
-    A text with an interpolation of a configuration key is unchanged, because only the whole configuration can resolve
-    it. Any other ``${…}`` is a part of the secret.
+    A text that refers to a configuration key is returned unchanged, because only the whole configuration can resolve
+    the interpolation. Any other ``${…}`` is a part of the secret.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError
@@ -576,9 +577,9 @@ def _text(text: str) -> str:
 
 
 def hide_arguments(args: Sequence[str], shown_arguments: Sequence[str]) -> None:
-    """Overwrites the arguments of this process in `ps` where ``shown_arguments`` differ from ``args``.
+    """Replaces ``args`` by ``shown_arguments`` in this process's arguments, which `ps` shows.
 
-    Linux shows the memory of the arguments to every user. The secrets are visible until this call, so an environment
+    On Linux every user can read the memory of the arguments. The secrets are visible until this call, so an environment
     variable is safer.
     """
     if list(args) == list(shown_arguments):

@@ -1,4 +1,4 @@
-"""Checks the keys of launchers and their combinations. Ranges of numbers are checked in ranges.py."""
+"""Checks the keys of launchers and their combinations; ranges.py checks the ranges of numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from relax_core.config.schema import (
 VOLUME_PATH = "/data"  # mount point of launcher.volume_claim in a KubeRay manifest
 _NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
 _NO_RUN = ("wrap", "input", "test-only", "parsable", "wait", "quiet", "help", "usage", "version", "batch")
-_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # excludes options, quotes and file-name patterns
+_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # Excludes options, quotes and file-name patterns.
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^'\"\\#`$]*)?")
 _PATTERNS = re.compile(r"[%'\"\\`$#]")
-_KEYS_OF_OURS = {  # option of sbatch → key of Relax
+_KEYS_OF_OURS = {  # sbatch option → key of Relax
     "gpus-per-node": "gpus_per_node",
     "cpus-per-task": "cpus_per_node",
     "mem": "memory_gb",
@@ -32,18 +32,18 @@ _KEYS_OF_OURS = {  # option of sbatch → key of Relax
 
 
 def sbatch_arguments(args: list[str]) -> dict[str, str | bool]:
-    """Turns ``["--exclusive", "--reservation=mine"]`` into ``{"exclusive": True, "reservation": "mine"}``."""
+    """Converts ``["--exclusive", "--reservation=mine"]`` to ``{"exclusive": True, "reservation": "mine"}``."""
     split = [arg.removeprefix("--").partition("=") for arg in args]
     return {name: value if equals else True for name, equals, value in split}
 
 
 def environment(args: list[str]) -> dict[str, str]:
-    """Turns ``["NAME=value"]`` into ``{"NAME": "value"}``."""
+    """Converts ``["NAME=value"]`` to ``{"NAME": "value"}``."""
     return dict(arg.split("=", 1) for arg in args)
 
 
 def launcher_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of the launcher. The type is checked first: the other checks read the launcher's own keys."""
+    """Yields the problems of the launcher; the type is checked first, because other checks read keys of that type."""
     launcher = config.launcher
     if type(launcher) is not LAUNCHERS[launcher.name.value]:
         yield f"launcher.name={launcher.name.value}: choose it with launcher={launcher.name.value}."
@@ -76,21 +76,21 @@ def _local(launcher: LauncherConfig) -> Iterator[str]:
 
 
 def script_path_problem(key: str, path: str) -> str | None:
-    """Returns a problem if Slurm would replace patterns in a path, such as %j; otherwise None."""
+    """Returns a problem if a path has a pattern that Slurm would replace, such as %j; otherwise None."""
     if (found := _PATTERNS.search(path)) is None:
         return None
     return f"{key}={path} has the character {found[0]!r}, which Slurm or the shell replaces. Choose another folder."
 
 
 def python_problems(python: str | None) -> Iterator[str]:
-    """Yields the problems of launcher.python, which becomes part of a shell command."""
+    """Yields the problems of launcher.python; a shell command contains its value."""
     try:
         args = shlex.split(python or "python")
     except ValueError as error:
         yield f"launcher.python={python}: {error}. Close the quote, or escape it."
         return
     if not args or args[0].startswith("-"):
-        yield f"launcher.python={python!r}: give a program, and its arguments after it."
+        yield f"launcher.python={python!r}: give a program and then its arguments."
 
 
 def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterato
         if not _OPTION.fullmatch(arg):
             yield f"launcher.sbatch has {arg!r}: write it as --name or --name=value. No value has quotes."
         elif name in _NO_RUN:
-            yield f"launcher.sbatch has {arg!r}, with which no run is submitted. Drop it."
+            yield f"launcher.sbatch has {arg!r}, which submits no run. Drop it."
         elif name in _KEYS_OF_OURS:
             yield f"launcher.sbatch has {arg!r}: use launcher.{_KEYS_OF_OURS[name]}."
         elif name in _NAMES_OF_OURS:
@@ -124,15 +124,15 @@ def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterato
 
 def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
     for number, arg in enumerate(launcher.env):
-        if not re.match(r"[A-Za-z_]\w*=", arg) or "\0" in arg:  # the message omits the value, which may be secret
-            yield f"launcher.env[{number}] is not NAME=value. Write it so, with letters, digits and _ in the name."
+        if not re.match(r"[A-Za-z_]\w*=", arg) or "\0" in arg:  # The message omits the value, because it may be secret.
+            yield f"launcher.env[{number}] is not NAME=value. Use this form, with letters, digits and _ in the name."
     yield from python_problems(launcher.python)
     if not launcher.address.startswith(("http://", "https://")):
         yield f"launcher.address={launcher.address}: give the dashboard's address, e.g. http://127.0.0.1:8265."
     if not launcher.dry_run:
         return
     if launcher.image is None:
-        yield "launcher.dry_run=true needs launcher.image=..., a container image that has Relax installed."
+        yield "launcher.dry_run=true needs launcher.image=..., a container image with Relax."
     if launcher.volume_claim is None and launcher.nodes > 1:
         yield (
             f"launcher.dry_run=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "

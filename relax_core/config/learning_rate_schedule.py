@@ -1,4 +1,4 @@
-"""Computes the learning rate of each step, and reports a jump at a resume."""
+"""Computes the learning rate of each train step, and reports a jump of the learning rate at a resume."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from relax_core.config.choices import Schedule
 from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig
 
-_SAME = 0.02  # largest relative change that is no jump; one step of a schedule changes the rate about as much
+_SAME = 0.02  # a larger relative change is a jump; one step of a schedule changes the rate by about this much
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
     """Returns the learning rate of train step ``step``.
 
-    During the warm-up it is lr * (step + 1) / warmup_steps. After that it is constant, or falls to
-    lr * min_lr_ratio at ``total_steps`` along a half cosine or a straight line.
+    During the warm-up the rate is lr * (step + 1) / warmup_steps. After the warm-up the rate is constant, or falls
+    along a half cosine or a straight line to lr * min_lr_ratio at ``total_steps``.
     """
     warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
     if step < warmup:
@@ -29,10 +29,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
 
 
 def learning_rate_jump_message(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> str | None:
-    """Returns a sentence if the learning rate jumps at ``step`` because a changed run.steps stretches its schedule.
+    """Returns a sentence if a changed run.steps stretches the schedule and makes the learning rate jump at ``step``.
 
-    Both configurations have the form of `relax_core.config.saved_config.plain`. Changed keys of `optimizer` are
-    reported elsewhere.
+    Both configurations have the form of `relax_core.config.saved_config.plain`. This function does not report changed
+    keys of `optimizer`.
     """
     was, steps = int(before["run"]["steps"]), int(now["run"]["steps"])
     if was == steps:

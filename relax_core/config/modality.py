@@ -1,4 +1,4 @@
-"""Checks the keys of `modality` and media columns, and orders prompts by the fractions of modalities (data.mix)."""
+"""Checks the keys of `modality` and media columns, and orders prompts by the shares of modalities (data.mix)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind
 from relax_core.registry import find_engine
 
 MIN_SHARE = 0.001
-LONGEST_BLOCK = 1000  # prompts; the shares are exact to a thousandth
+LONGEST_BLOCK = 1000  # prompts; the shares are exact to 0.001
 
 
 def modality_of(kinds: Iterable[MediaKind]) -> str:
-    """Returns the modality of a prompt that has media of these kinds, such as "text", "video" or "image_audio".
+    """Returns the modality of a prompt with media of these kinds: "text", "video", "image_audio", ….
 
-    Several kinds are joined in the order of `MEDIA_KINDS`.
+    A name with several kinds has the order of `MEDIA_KINDS`.
     """
     there = set(kinds)
     return "_".join(kind for kind in MEDIA_KINDS if kind in there) or TEXT
@@ -34,12 +34,12 @@ MODALITIES = (TEXT, *(modality_of(some) for count in (1, 2, 3) for some in combi
 
 
 def kinds_of(modality: str) -> tuple[MediaKind, ...]:
-    """Returns the kinds of media in prompts of this modality, none for text."""
+    """Returns the kinds of media in prompts of this modality; empty for text."""
     return tuple(kind for kind in MEDIA_KINDS if kind in modality.split("_"))
 
 
 def modality_of_row(row: DataRow | BadRow) -> str:
-    """Returns the modality of a data row; that of a bad row is the kind of its bad item, or text."""
+    """Returns the modality of a data row; for a bad row, the kind of its bad media item, or text."""
     if isinstance(row, BadRow):
         return row.kind if isinstance(row, MediaError) else TEXT
     prompt = row["prompt"]
@@ -49,7 +49,7 @@ def modality_of_row(row: DataRow | BadRow) -> str:
 
 
 def mix_problem(mix: Any) -> str | None:
-    """Returns the problem of a value of data.mix, with key, value and fix, or None."""
+    """Returns the problem (key, value, fix) of a value of data.mix, or None."""
     told, example = f"data.mix={mix}", "Give shares such as data.mix={video: 0.25, text: 0.75}, or null."
     if not isinstance(mix, dict) or not mix or any(type(share) not in (int, float) for share in mix.values()):
         return f"{told} is not a mapping from modalities to numbers. {example}"
@@ -63,11 +63,12 @@ def mix_problem(mix: Any) -> str | None:
 
 
 class MixOrder:
-    """Assigns modalities to the indices of an endless prompt sequence in fixed ``shares``, which sum to 1.
+    """Assigns a modality to each index of an endless prompt sequence, in fixed ``shares`` that sum to 1.
 
-    The sequence has blocks of equal length, at most `LONGEST_BLOCK`. In a block each index goes to the modality that is
-    furthest below its share. In most cases any range of indices deviates from the shares by less than one prompt per
-    modality. The order depends only on the shares, so all processes compute the same modality for an index.
+    The sequence has blocks of equal length, at most `LONGEST_BLOCK`. In a block each index gets the modality that is
+    furthest below its share. In most cases the prompts of any range of indices deviate from the shares by less than one
+    prompt per modality. The sequence depends only on the shares, so all processes compute the same modality for an
+    index.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -75,7 +76,8 @@ class MixOrder:
         exact = {name: Fraction(str(shares[name])) for name in self.names}
         self._length = min(LONGEST_BLOCK, math.lcm(*(share.denominator for share in exact.values())))
         self._owners: list[str] = []
-        self._before: dict[str, list[int]] = {name: [0] for name in self.names}  # places before each index of a block
+        # for each index of a block, the number of earlier indices with the modality
+        self._before: dict[str, list[int]] = {name: [0] for name in self.names}
         self._places: dict[str, list[int]] = {name: [] for name in self.names}
         for place in range(self._length):
             owner = max(self.names, key=lambda name: exact[name] * (place + 1) - len(self._places[name]))
@@ -85,18 +87,18 @@ class MixOrder:
                 self._before[name].append(len(self._places[name]))
 
     def at(self, index: int) -> tuple[str, int]:
-        """Returns the modality at this index, and the number of its earlier indices."""
+        """Returns the modality at this index, and the number of earlier indices with the same modality."""
         block, place = divmod(index, self._length)
         owner = self._owners[place]
         return owner, block * len(self._places[owner]) + self._before[owner][place]
 
     def index(self, modality: str, number: int) -> int:
-        """Returns the index of a modality's prompt ``number``, counted from 0."""
+        """Returns the index of prompt ``number`` of a modality, counted from 0."""
         block, own = divmod(number, len(self._places[modality]))
         return block * self._length + self._places[modality][own]
 
     def count(self, modality: str, places: int) -> int:
-        """Returns how many of the first ``places`` indices belong to the modality."""
+        """Returns how many of the first ``places`` indices have the modality."""
         block, place = divmod(places, self._length)
         return block * len(self._places[modality]) + self._before[modality][place]
 
@@ -111,9 +113,9 @@ _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio":
 
 
 def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
-    """Returns the kinds of media that prompts of this run may have; none for a run on text.
+    """Returns the kinds of media that prompts of this run may have; empty for a run on text.
 
-    An unknown family has none; the checks of the model report it.
+    The result is also empty for an unknown family; the model check reports the family.
     """
     family = None if config.modality.name == TEXT else family_of_run(config)
     return () if family is None else family.media_kinds
@@ -155,9 +157,10 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _warm_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem if the warm start of a builtin model is known to lack the answers of the data's task.
+    """Yields a problem if a builtin model's warm start does not teach the answers of the data's task.
 
-    Only the warm start for `TONE_OF_PICTURE` has the answers of that task (yes or no), and it has no others.
+    Only the warm start for `TONE_OF_PICTURE` teaches the answers of that task (yes or no), and it teaches no other
+    answers.
     """
     made, task = config.model.task, config.data.task
     if config.model.builtin is None or made is None or task is None:
@@ -175,7 +178,7 @@ def _warm_start_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> Iterator[str]:
-    """Yields the problems of data.mix that can be found without the data."""
+    """Yields the problems of data.mix that can be found without reading the data."""
     if config.data.mix is None:
         return
     message = f"data.mix={config.data.mix}"
@@ -186,16 +189,16 @@ def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> 
         if not set(kinds_of(name)) <= set(kinds):
             yield f"{message}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
     if config.data.media_place is not None:
-        yield f"{message} with data.media_place: the shares are those of the places in the prompts. Drop one of them."
+        yield f"{message} with data.media_place: the shares count placeholders in prompts. Drop one of the two."
     if isinstance(config.data.paths, dict):
         yield (
-            f"{message} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "
-            "drawn. Use data.paths=[…] without weights, or data.mix=null."
+            f"{message} with weights in data.paths={config.data.paths}: only one of the two can set how often a row "
+            "is used. Use data.paths=[…] without weights, or data.mix=null."
         )
 
 
 def _engine_problems(config: RelaxConfig, kinds: Sequence[MediaKind]) -> Iterator[str]:
-    """Yields a problem for each kind of media that data and model have but the engine does not take."""
+    """Yields a problem for each kind of media that data and model have but the engine does not accept."""
     taken = find_engine(config.engine.name).media
     task = MEDIA_TASKS.get(config.data.task or "")
     asked = {kind: f"data.media_keys.{kind}={column}" for kind, column in config.data.media_keys.columns.items()}
@@ -225,8 +228,8 @@ def _limits(config: RelaxConfig) -> Iterator[str]:
         if len(value) != 2 or not 1 <= value[0] <= value[1]:
             yield f"modality.{key}={value}: give the minimum and the maximum, e.g. modality.{key}=[4,64]."
         elif key == "image_tokens" and context is not None and value[0] >= context:
-            yield (  # the check of the data reports rows with too large images
+            yield (  # the data check reports rows with too large images
                 f"modality.image_tokens={value} with engine.context_length={context}: no image fits into the context. "
-                f"Use a least number far below {context}, e.g. modality.image_tokens=[4,{max(4, context // 2)}], or "
+                f"Use a minimum far below {context}, e.g. modality.image_tokens=[4,{max(4, context // 2)}], or "
                 "raise engine.context_length."
             )

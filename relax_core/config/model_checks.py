@@ -1,6 +1,6 @@
-"""Checks a model folder before the start, finds its banned tokens, settles its dtype and checks `model.freeze`.
+"""Checks a model folder and `model.freeze` before the start, finds banned tokens and determines the model's dtype.
 
-The module reads JSON and file names, but no weights.
+This module reads JSON files and file names, but no weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from relax_core.registry import find_family, is_builtin, names
 
 MAX_TOKENIZER_BYTES = 256 << 20
 DTYPES = ("float32", "bfloat16")
-AUTO = "auto"  # of model.dtype: `settle_dtype` chooses one of DTYPES
+AUTO = "auto"  # a value of model.dtype; `settle_dtype` replaces it by one of DTYPES
 CPUINFO = Path("/proc/cpuinfo")
-_BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # flags in /proc/cpuinfo; the last is ARM's
+_BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}  # flags in /proc/cpuinfo; the last flag is for ARM
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
 _OMNI_KEY = "thinker_config"
@@ -44,20 +44,20 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    """Holds the vocabulary: a mapping from texts to ids, or a list of texts in the order of their ids."""
+    """Holds a tokenizer's vocabulary: a mapping from texts to ids, or a list of texts in the order of their ids."""
 
     vocab: dict[str, int] | list[Any] = {}
 
 
 class _TokenizerFile(msgspec.Struct):
-    """Holds the parts of tokenizer.json that are read; the file may have 10 MB."""
+    """Holds the parts of tokenizer.json that Relax reads; the whole file may have 10 MB."""
 
     added_tokens: list[_AddedToken] = []
     model: _Vocabulary = _Vocabulary()
 
 
 def media_token_ids(folder: Path) -> list[int]:
-    """Returns the sorted placeholder ids for images, audio and video, which no response may contain.
+    """Returns the sorted placeholder ids of images, audio and video, which are never sampled.
 
     Raises ValueError for a file with unexpected content, and OSError for a file that cannot be read.
     """
@@ -65,7 +65,7 @@ def media_token_ids(folder: Path) -> list[int]:
 
 
 def unsampled_token_ids(folder: Path) -> list[int]:
-    """Returns the sorted ids that no response may contain by default: media placeholders, and ids without a text.
+    """Returns the sorted ids that are never sampled by default: media placeholders, and ids without a text.
 
     Raises as `media_token_ids` does.
     """
@@ -84,7 +84,7 @@ def textless_token_ids(folder: Path) -> set[int]:
 
 def _textless_ids(folder: Path, tokenizer: _TokenizerFile) -> set[int]:
     rows, vocabulary = language_values(read_hf_config(folder)).get("vocab_size"), tokenizer.model.vocab
-    if not vocabulary or not isinstance(rows, int):  # other checks refuse such a folder
+    if not vocabulary or not isinstance(rows, int):  # another check refuses such a folder
         return set()
     known = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
     known.update(token.id for token in tokenizer.added_tokens)
@@ -105,7 +105,7 @@ def _media_ids(folder: Path, tokenizer: _TokenizerFile) -> list[int]:
 
 
 def _media_ids_of(hf_config: HfConfig) -> set[int]:
-    """Returns the media ids in a config.json; an Omni model has them in its section for the thinker."""
+    """Returns the media ids in a config.json; in an Omni model they are in the thinker's section."""
     parts = [hf_config, hf_config.get(_OMNI_KEY) or {}]
     return {
         value for part in parts for key, value in part.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None
@@ -113,9 +113,9 @@ def _media_ids_of(hf_config: HfConfig) -> set[int]:
 
 
 def family_of_run(config: RelaxConfig) -> Family | None:
-    """Returns the family of the run's model, or None if it is unknown, which the checks of the model report.
+    """Returns the family of the run's model, or None for an unknown family, which the model check reports.
 
-    Without model.family it comes from the folder's model_type.
+    Without model.family, the folder's model_type determines the family.
     """
     key, path = config.model.family, config.model.path
     try:
@@ -127,9 +127,9 @@ def family_of_run(config: RelaxConfig) -> Family | None:
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:
-    """Sets rollout.banned_token_ids to `unsampled_token_ids` of the model's folder, unless the user set it.
+    """Sets rollout.banned_token_ids to `unsampled_token_ids` of the model's folder, unless the user set the key.
 
-    The value stays null if the folder cannot be read here.
+    The value stays null if the folder cannot be read on this machine.
     """
     model, rollout = config.model, config.rollout
     if rollout.banned_token_ids is not None:
@@ -138,14 +138,14 @@ def set_banned_tokens(config: RelaxConfig) -> None:
         known = model.builtin in MODEL_NAMES
         rollout.banned_token_ids = sorted(_media_ids_of(tiny_config(str(model.builtin)))) if known else []
     else:
-        with suppress(ValueError, OSError):  # the checks of the folder report its problems
+        with suppress(ValueError, OSError):  # the folder's check reports problems
             rollout.banned_token_ids = unsampled_token_ids(Path(model.path))
 
 
 def settle_dtype(config: RelaxConfig) -> RelaxConfig:
-    """Returns the configuration with the dtype that ``model.dtype=auto`` means on the run's machines.
+    """Replaces ``model.dtype=auto`` in the configuration by the dtype for the run's machines.
 
-    For a job on the CPUs of another cluster this happens there.
+    A job on the CPUs of another cluster determines the dtype on that cluster.
     """
     gpus = config.placement.gpus_per_node > 0
     if config.model.dtype != AUTO or (config.launcher.name is LauncherKind.ray_job and not gpus):
@@ -155,9 +155,9 @@ def settle_dtype(config: RelaxConfig) -> RelaxConfig:
 
 
 def fast_dtype(*, gpus: bool, cpuinfo: str) -> str:
-    """Returns "bfloat16" for GPUs and for CPUs with instructions for it, else "float32".
+    """Returns "bfloat16" for GPUs and for CPUs with bfloat16 instructions, otherwise "float32".
 
-    ``cpuinfo`` is the text of /proc/cpuinfo. Without such instructions bfloat16 is slower than float32.
+    ``cpuinfo`` is the text of /proc/cpuinfo. On a CPU without these instructions bfloat16 is slower than float32.
     """
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {flag for name, _, rest in lines if name.strip() in ("flags", "Features") for flag in rest.split()}
@@ -179,15 +179,15 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
         yield NotYet(f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>.")
     elif model.task is None:
         data = config.data
-        rows = " data=file needs data.path=FILE too." if data.name == "file" and not (data.path or data.paths) else ""
+        rows = " data=file also needs data.path=FILE." if data.name == "file" and not (data.path or data.paths) else ""
         yield (
             f"model.task is not set: model={model.name} needs the task of its warm start, e.g. model.task=arithmetic. "
-            f"Your own model: model=qwen3 model.path=FOLDER.{rows}"
+            f"For your own model: model=qwen3 model.path=FOLDER.{rows}"
         )
 
 
 def _option(folder: Path) -> str:
-    """Returns the option of the group ``model`` that fits a folder, or all options that take a folder."""
+    """Returns the option of the group ``model`` for a folder's family, or all options for folders."""
     try:
         family = read_hf_config(folder).get("model_type")
     except ValueError:
@@ -201,7 +201,7 @@ def _option(folder: Path) -> str:
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
-    """Yields the problems of a Hugging Face folder for a run. ``key`` is the configuration key with its path."""
+    """Yields the problems of a Hugging Face folder for a run; ``key`` is the configuration key with the path."""
     problems = list(file_problems(folder, key=key))
     yield from problems
     longest = None if problems else language_values(read_hf_config(folder)).get("max_position_embeddings")
@@ -214,7 +214,10 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
 
 
 def file_problems(folder: Path, *, key: str) -> Iterator[str]:
-    """Yields missing or unsuitable files of a Hugging Face folder. ``key`` is the configuration key with its path."""
+    """Yields a problem for each missing or unsuitable file of a Hugging Face folder.
+
+    ``key`` is the configuration key with the path.
+    """
     key = f"{key}={folder}"
     if not folder.exists():
         typed = os.path.relpath(folder)
@@ -237,26 +240,26 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
         yield f"{key}: {error}"
         return
     if not any(folder.glob("*.safetensors")):
-        yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
+        yield f"{key}: it has no *.safetensors file. Relax reads weights only from safetensors."
     if (folder / ADAPTER_FILE).exists():
         yield (
-            f"{key}: it has {ADAPTER_FILE}. transformers adds that adapter to the weights, and Relax does not. Merge "
+            f"{key}: it has {ADAPTER_FILE}. transformers adds this adapter to the weights, but Relax does not. Merge "
             "it into the weights, or remove its files."
         )
-    with suppress(ValueError):  # the check of the weights reports an index that cannot be read
+    with suppress(ValueError):  # the weight check reports an index that cannot be read
         if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
             yield (
                 f"{key}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
                 f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
             )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
+        yield f"{key}: it has no tokenizer ({_TOKENIZER_FILES[0]})."
 
 
 def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the frozen parts of the model, in the order of `MODEL_PARTS`.
 
-    A run on text also freezes the towers and the projector, because no prompt reaches them.
+    A run on text also freezes the towers and the projector, because no prompt uses them.
     """
     parts = _model_parts(config)
     frozen = set(config.model.freeze)
@@ -292,7 +295,7 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _model_parts(config: RelaxConfig) -> tuple[str, ...]:
-    """Returns the parts of the family; none for an unknown family, which the checks of the model report."""
+    """Returns the parts of the family's models; empty for an unknown family, which the model check reports."""
     family = family_of_run(config)
     if family is None:
         return ()

@@ -1,4 +1,4 @@
-"""Parses the alert rules of `notify.rules`, such as "actor/reward < 0.1 for 20 steps", and defines the named rules."""
+"""Parses alert rules (`notify.rules`), such as "actor/reward < 0.1 for 20 steps", and defines the named rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Sign = Literal["<", "<=", ">", ">=", "nan"]
 PRESETS = {
     "nan": ("actor/loss is nan for 1 step", "actor/grad_norm is nan for 1 step", "actor/reward is nan for 1 step"),
     "reward_collapse": ("actor/reward < 0.5 of its best for 20 steps",),
-    "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # bfloat16 shows 0.003 on a CPU
-    "hack": ("actor/hack_onset >= 0 for 1 step",),  # the shadow reward denies more answers than in the first steps
+    "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # with bfloat16 on a CPU the normal gap is 0.003
+    # the shadow reward rejects more answers than in the first steps
+    "hack": ("actor/hack_onset >= 0 for 1 step",),
     "truncation": ("actor/truncated > 0.5 for 20 steps",),
 }
 # Source → its metrics (docs/metrics.md). `_OPEN` matches metrics with a free last part, such as reward/NAME.
@@ -53,10 +54,10 @@ _RULE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Holds an alert rule, which fires if a metric is out of range for ``steps`` consecutive records.
+    """Holds an alert rule; it fires if a metric is out of range in ``steps`` consecutive records.
 
-    ``number`` is the metric with its source, such as "actor/reward". With ``of_best`` the mean of the newest ``steps``
-    values is compared with ``bound`` times the best such mean so far. The sign "nan" has no bound.
+    ``number`` is the metric with its source, such as "actor/reward". With ``of_best`` the rule compares the mean of the
+    newest ``steps`` values with ``bound`` times the best such mean so far. A rule with the sign "nan" has no bound.
     """
 
     words: str
@@ -78,7 +79,7 @@ class Rule:
 
 
 def read_rule(words: str) -> Rule:
-    """Parses a rule. Raises ValueError for an invalid text."""
+    """Parses a rule; raises ValueError for an invalid text."""
     found = _RULE.fullmatch(" ".join(words.split()))
     if found is None:
         raise ValueError(
@@ -87,7 +88,7 @@ def read_rule(words: str) -> Rule:
         )
     sign, of_best = found["sign"] or "nan", found["best"] is not None
     if of_best and sign not in ("<", "<="):
-        raise ValueError(f"{words!r}: only < and <= go with 'of its best', because the best is the largest mean")
+        raise ValueError(f"{words!r}: 'of its best' needs < or <=, because the best is the largest mean")
     return Rule(
         words=" ".join(words.split()),
         number=found["number"],
@@ -99,7 +100,7 @@ def read_rule(words: str) -> Rule:
 
 
 def number_problem(number: str) -> str | None:
-    """Returns the problem of a metric that cannot exist, such as "actor/rewrad"; None for a metric that may exist."""
+    """Returns the problem of a metric that cannot exist, such as "actor/rewrad", or None if it may exist."""
     source, _, name = number.partition("/")
     if source not in _NAMES:
         return f"no record has the source {source}; the sources are {', '.join(_NAMES)}"
@@ -107,11 +108,14 @@ def number_problem(number: str) -> str | None:
     if name in known or _OPEN.fullmatch(number):
         return None
     near = nearest(number, [f"{source}/{metric}" for metric in known])
-    hint = f"nearest: {', '.join(near)}" if near else "docs/metrics.md lists the numbers"
+    hint = f"nearest: {', '.join(near)}" if near else "docs/metrics.md lists all metrics"
     return f"no record has {number}; {hint}"
 
 
 def read_rules(texts: Iterable[str]) -> list[Rule]:
-    """Returns the rules of texts and of names in `PRESETS`, each once. Raises ValueError for the first mistake."""
+    """Returns the rules for texts and for names of `PRESETS`, without duplicates.
+
+    Raises ValueError for the first mistake.
+    """
     words = [rule for text in texts for rule in PRESETS.get(text.strip(), (text,))]
     return [read_rule(word) for word in dict.fromkeys(words)]

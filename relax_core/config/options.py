@@ -1,4 +1,4 @@
-"""Finds conf/, its groups and options, and lists the commands of `relax`."""
+"""Finds conf/ with its groups and options, and lists the commands of `relax`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def conf_folder() -> Path:
 
 
 def shipped(folder: str) -> Path:
-    """Returns the folder conf or examples: inside the installed package, or next to the package in a checkout."""
+    """Returns the folder ``conf`` or ``examples``: inside the installed package, or next to it in a checkout."""
     inside = _PACKAGE / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
@@ -33,35 +33,35 @@ def yaml_options(group: str) -> list[str]:
 
 
 def first_comment(group: str, option: str) -> str:
-    """Returns an option's first comment, which describes it in one line. Hydra's own directives are skipped."""
+    """Returns the first comment of an option, which describes the option; skips Hydra's own directives."""
     text = (conf_folder() / group / f"{option}.yaml").read_text(encoding="utf-8")
     comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     return next(comment for comment in comments if not comment.startswith("@package"))
 
 
 def plugin_options(group: str) -> list[str]:
-    """Returns the plug-ins of a group that have no YAML file; their settings keep their defaults."""
+    """Returns the plug-ins of a group that have no YAML file; their settings have default values."""
     return sorted(name for kind in GROUP_KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))
 
 
 def group_options(group: str) -> list[str]:
-    """Returns all options of a group, or none for an unknown group."""
+    """Returns all options of a group; empty for an unknown group."""
     if not group or not (conf_folder() / group).is_dir():
         return []
     return sorted([*yaml_options(group), *plugin_options(group)])
 
 
-# Command of `relax` → its usage and its description.
+# Command of `relax` → usage and description.
 COMMANDS = {
-    "train": ("train [key=value ...]", "a run; the word train is optional"),
+    "train": ("train [key=value ...]", "starts a run; the word train is optional"),
     "demo": ("demo [key=value ...]", "a tiny model learns to reverse digits, in a minute; the same as train alone"),
-    "rerun": ("rerun RUN [--trust] [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
-    "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
-    "engines": ("engines RUN [add N|remove N|watch]", "the engines of a run that has a gateway (docs/elastic.md)"),
-    "stall": ("stall RUN", "the waits of a live run, and the stacks of the workers that block it"),
+    "rerun": ("rerun RUN [--trust] [key=value ...]", "repeats a run from its config.yaml in a new folder"),
+    "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "evaluates a model without training (docs/evaluation.md)"),
+    "engines": ("engines RUN [add N|remove N|watch]", "shows and changes the engines of a run (docs/elastic.md)"),
+    "stall": ("stall RUN", "shows what a live run waits for, and the stacks of the blocking workers"),
     "notify": (
         "notify test URLS_FILE",
-        "a message to each address of a file, as a run sends one (docs/notify.md)",
+        "sends a test message to each address of a file (docs/notify.md)",
     ),
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
     "explain": ("explain KEY", "a key's value, type, range, where it is set, its class"),
@@ -69,12 +69,12 @@ COMMANDS = {
     "lineage": ("lineage RUN [uid=...]", "the history of each sample of a run"),
     "dashboard": (
         "dashboard [FOLDER ...]",
-        "a page in the browser: curves, samples, logs of any runs (docs/dashboard.md)",
+        "opens a page in the browser: curves, samples and logs of runs (docs/dashboard.md)",
     ),
     "trace": ("trace RUN [--steps A:B]", "a run's timeline, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "import-gguf": ("import-gguf FILE OUT", "a GGUF file as a Hugging Face folder"),
     "check-reward": ("check-reward [key=value ...]", "wrong answers that a run's reward accepts (docs/rewards.md)"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
-    "doctor": ("doctor [--clean]", "whether a run could work here; remains of killed runs (removes them)"),
+    "doctor": ("doctor [--clean]", "checks whether a run can work on this machine; removes remains of killed runs"),
 }

@@ -1,6 +1,6 @@
-"""Maps names of settings in TRL (`GRPOConfig`) and verl (`ppo_trainer.yaml`) to the equivalent keys of Relax.
+"""Maps setting names of TRL (`GRPOConfig`) and verl (`ppo_trainer.yaml`) to the equivalent keys of Relax.
 
-A dotted name is verl's.
+Dotted names are verl's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class EquivalentKeys:
     """Holds the keys of Relax for settings of other frameworks.
 
-    ``keys`` are keys of Relax, or key=value if the setting corresponds to one value. Without keys, ``note`` is a
-    sentence about Relax's equivalent.
+    ``keys`` are keys of Relax, or key=value if the setting corresponds to one value of a key. If there are no keys,
+    ``note`` is a sentence about Relax's equivalent.
     """
 
     keys: tuple[str, ...]
@@ -183,16 +183,16 @@ _BY_LETTERS = {_letters(name): meaning for name, meaning in _BY_NAME.items()}  #
 
 
 def equivalent_keys_of(name: str) -> EquivalentKeys | None:
-    """Returns the meaning of a name, or of the last dotted part with a meaning."""
+    """Returns the equivalent of a name; if the name is unknown, the equivalent of its last known dotted part."""
     parts = (name, *reversed(name.split(".")))
     found = next((_BY_NAME[part] for part in parts if part in _BY_NAME), None)
     return found or next((_BY_LETTERS[letters] for letters in map(_letters, parts) if letters in _BY_LETTERS), None)
 
 
 def synonym(name: str) -> str | None:
-    """Returns a sentence with the keys that are equivalent to ``name`` elsewhere, or None for an unknown name.
+    """Returns a sentence with the keys for ``name`` of another framework, or None for an unknown name.
 
-    The parts of an unknown dotted name are looked up, the last first.
+    If a dotted name is unknown, looks up its parts from the last to the first.
     """
     if (meaning := equivalent_keys_of(name)) is None:
         return None

@@ -1,4 +1,4 @@
-"""Types the settings of plug-ins by their own dataclasses, and reads keys that list plug-ins."""
+"""Converts the settings of plug-ins to the plug-ins' dataclasses, and reads keys that list plug-ins."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import REMOVED, unknown_key
 from relax_core.registry import Kind, PluginError, find, is_builtin, is_file_plugin, key_of
 
-WARM_START_OF_SOURCES = "arithmetic"  # model.task of builtin models for questions that come from a data source
+WARM_START_OF_SOURCES = "arithmetic"  # model.task of builtin models for questions from a data source
 
 
 def typed_plugin(kind: Kind, node: DictConfig) -> Any:
-    """Returns an instance of the plug-in's settings with the values in ``node``.
+    """Returns an instance of the plug-in's settings class with the values in ``node``.
 
     Raises:
         ConfigError: for an unknown plug-in, an unknown key, a wrong type or a missing value; all of them at once.
@@ -33,13 +33,13 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
     name = node["name"]
     if not isinstance(name, str):
         raise ConfigError([f"{kind}.name={name!r}: expected text."])
-    if is_file_plugin(name):  # services may have other working folders
+    if is_file_plugin(name):  # services may have different working folders
         name = node["name"] = str(Path(name).expanduser().absolute())
     return plugin_config(kind, name, node, section=kind)
 
 
 def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: str) -> Any:
-    """Returns an instance of the settings of the plug-in ``name`` with ``values``.
+    """Returns an instance of the settings class of the plug-in ``name`` with ``values``.
 
     ``section`` is the configuration key of ``values``. The setting ``name`` is the plug-in's name or its path.
 
@@ -64,8 +64,8 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
 
 
 def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, of: str) -> list[str]:
-    """Sets ``values`` in ``schema``, the structured form of ``config``; returns the problems of keys and values."""
-    OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
+    """Writes ``values`` into ``schema``, the structured form of ``config``; returns the problems of keys and values."""
+    OmegaConf.set_readonly(schema, False)  # the structured form of a frozen dataclass is read-only
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, values):
@@ -83,7 +83,7 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
             problems.append(f"{section}.{key} is not a setting of {of}. {hint}")
         elif not OmegaConf.is_missing(values, key):
             try:
-                value = values[key]  # a single text is already resolved; the texts of a section are escaped
+                value = values[key]  # A single text is already resolved; the texts of a section are escaped.
                 value = escaped(value) if isinstance(value, str) else value
                 schema[key], wrong = _nested(schema, key, value, section=f"{section}.{key}")
                 problems += wrong
@@ -93,7 +93,10 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
 
 
 def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[Any, list[str]]:
-    """Returns the value of a setting and its problems; dataclasses and mappings to dataclasses are typed."""
+    """Returns the value of a setting and its problems.
+
+    Values of these types become dataclasses or mappings of dataclasses.
+    """
     old = schema._get_node(key)
     if not isinstance(old, DictConfig) or not isinstance(value, DictConfig):
         return value, []
@@ -113,10 +116,11 @@ def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[
 
 
 def give_task_to_source(config: RelaxConfig) -> None:
-    """Moves data.task to data.config.task for built-in data source plug-ins; otherwise it names a generated task.
+    """Moves data.task to data.config.task if the data source is a built-in plug-in.
 
-    A builtin model with this task as its warm start gets another warm start: for rows of seeds that of the env, if the
-    env has one. Raises `ConfigError` for two different tasks.
+    With any other data source, data.task names a generated task. If model.task (a builtin model's warm start) is the
+    data source's task, a general warm start replaces it; for rows of seeds, the env's warm start does, if any.
+    Raises `ConfigError` for two different tasks.
     """
     data = config.data
     if data.task == SEEDS and config.model.task == SEEDS:
@@ -132,7 +136,7 @@ def give_task_to_source(config: RelaxConfig) -> None:
 
 
 def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the name or path and the configuration of each plug-in in ``given``, which may be None.
+    """Returns the (name or path, configuration) of each plug-in in ``given``, which may be None.
 
     Raises ValueError (key, value, fix) for a value that is neither a list of names nor a mapping.
     """
@@ -152,7 +156,7 @@ def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def with_absolute_paths(given: Any) -> Any:
-    """Returns the list or mapping with absolute file paths, because services have other working folders."""
+    """Makes file paths in a list or a mapping absolute, because services have different working folders."""
     if isinstance(given, list):
         return [_absolute(name) for name in given]
     return {_absolute(name): values for name, values in given.items()} if isinstance(given, Mapping) else given

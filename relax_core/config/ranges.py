@@ -1,4 +1,4 @@
-"""Defines the valid and the usual range of every number in the schema, and checks them."""
+"""Defines the valid and the usual range of each number in the schema, and checks numbers against both ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERAT
 
 @dataclass(frozen=True)
 class Range:
-    """Holds the interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
+    """Holds the interval from ``low`` to ``high``.
+
+    With ``above`` it excludes ``low``, with ``below`` it excludes ``high``.
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -24,13 +27,13 @@ class Range:
     why: str = ""
 
     def holds(self, value: float) -> bool:
-        """Returns whether the value is finite and within the range."""
+        """Returns whether the value is finite and inside the range."""
         over = value > self.low if self.above else value >= self.low
         under = value < self.high if self.below else value <= self.high
         return math.isfinite(value) and over and under
 
     def describe(self) -> str:
-        """Returns the range as text for an error."""
+        """Returns the range as text for an error message."""
         parts = []
         if self.low > -math.inf:
             parts.append(f"more than {self.low:.10g}" if self.above else f"at least {self.low:.10g}")
@@ -69,7 +72,7 @@ RANGES: dict[str, Range] = {
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
     "engine.context_length": _COUNT,
-    "engine.threads": Range(0, why="0 takes all cores for a large model in colocate, 1 otherwise"),
+    "engine.threads": Range(0, why="0 means all cores for a large model in colocate, otherwise 1"),
     "engine.start_timeout_s": _POSITIVE,
     "engine.elastic.max_count": _COUNT,
     "engine.autoscaler.cooldown_s": _FROM_ZERO,
@@ -78,18 +81,18 @@ RANGES: dict[str, Range] = {
     "data.eval_size": _FROM_ZERO,
     "data.max_bad_rows": Range(0, 1, below=True, why="a share of all rows; 0 ends the run with the first bad row"),
     "launcher.nodes": _COUNT,
-    "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
+    "launcher.object_store_mb": Range(80, why="Ray needs at least this much"),
     "optimizer.lr": _POSITIVE,
     "optimizer.min_lr_ratio": Range(0, 1),
     "optimizer.beta2": Range(0, 1, below=True),
     "optimizer.eps": _POSITIVE,
     "optimizer.weight_decay": _FROM_ZERO,
-    "optimizer.clip_grad": Range(0, why="0 switches clipping off"),
+    "optimizer.clip_grad": Range(0, why="0 turns clipping off"),
     "rollout.workers": Range(1, 64),
     "rollout.prompts_per_step": _COUNT,
     "rollout.max_new_tokens": _COUNT,
     "rollout.temperature": Range(
-        MIN_TEMPERATURE, MAX_TEMPERATURE, why="greedy samples of a group are all equal and teach nothing"
+        MIN_TEMPERATURE, MAX_TEMPERATURE, why="greedy samples of a group are equal, so there is nothing to learn"
     ),
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(-1, MAX_TOP_K, why="-1 keeps all tokens"),
@@ -115,45 +118,45 @@ RANGES: dict[str, Range] = {
     "eval.temperature": Range(0, why="0 is greedy"),
 }
 
-# These keys may be null; ``why`` gives the meaning of null.
+# These keys may be null; ``why`` explains null.
 OPTIONAL: dict[str, Range] = {
-    "parallel.first_stage_layers": Range(1, why="null gives the first stage as many layers as the others have"),
+    "parallel.first_stage_layers": Range(1, why="with null the first stage has as many layers as the other stages"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
-    "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
-    "engine.prefix_cache_tokens": Range(0, why="null takes 4 groups of the longest episodes, 0 keeps nothing"),
+    "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps if this is less"),
+    "engine.prefix_cache_tokens": Range(0, why="null means 4 groups of the longest episodes; 0 keeps no prefixes"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 
-# No published run uses values outside these ranges, so such a value is mostly a mistake, e.g. a wrong unit or a lost
-# decimal point. Users confirm an intended value with its key in run.confirm. ``why`` is the reason for the bound.
+# No published run uses values outside these ranges, so such a value is probably a mistake, e.g. a wrong unit or a lost
+# decimal point. If a user intends the value, its key in run.confirm confirms it. ``why`` is the reason for the bound.
 USUAL: dict[str, Range] = {
     "optimizer.lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
     "optimizer.critic_lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
     "optimizer.tower_lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
-    "optimizer.weight_decay": Range(high=1, why="usual are 0 to 0.1"),
+    "optimizer.weight_decay": Range(high=1, why="0 to 0.1 are usual"),
     "optimizer.eps": Range(high=1e-3, why="above it Adam no longer scales its steps; 1e-8 is usual"),
-    "optimizer.clip_grad": Range(high=1000, why="1 is usual, and 0 switches clipping off"),
-    "algo.clip_low": Range(high=1, why="with 1 and more no ratio is clipped below"),
+    "optimizer.clip_grad": Range(high=1000, why="1 is usual; 0 turns clipping off"),
+    "algo.clip_low": Range(high=1, why="from 1 on no ratio is clipped from below"),
     "algo.clip_high": Range(high=10, why="0.2 and 0.28 are usual, 4 for CISPO"),
     "algo.kl_coef": Range(high=10, why="0.001 to 0.1 are usual"),
     "algo.entropy_coef": Range(high=1, why="0.001 to 0.05 are usual"),
     "algo.group_size": Range(high=1024, why="samples a prompt; 8 to 64 are usual"),
-    "algo.epochs": Range(high=100, why="passes over the prompts of one train step; run.epochs are those over the data"),
+    "algo.epochs": Range(high=100, why="passes over the prompts of one train step; run.epochs is for the data"),
     "mode.max_staleness": Range(high=64, why="weight versions; 0 to 8 are usual"),
     "rollout.temperature": Range(0.1, 5, why="1 is usual"),
     "eval.temperature": Range(high=5, why="0 to 1 are usual"),
-    "rollout.top_p": Range(0.1, 1, why="below it nearly one token is kept each time"),
-    "rollout.min_p": Range(high=0.5, why="above it nearly one token is kept each time"),
+    "rollout.top_p": Range(0.1, 1, why="below this, sampling keeps about one token"),
+    "rollout.min_p": Range(high=0.5, why="above this, sampling keeps about one token"),
     "rollout.prompts_per_step": Range(high=65536, why="prompts, each with algo.group_size samples"),
-    "rollout.max_new_tokens": Range(high=1 << 20, why="no model answers with more"),
+    "rollout.max_new_tokens": Range(high=1 << 20, why="no model writes longer responses"),
     "run.steps": Range(high=10_000_000, why="train steps"),
     "run.epochs": Range(high=10_000, why="passes over all training rows"),
 }
 REAL_LR = Range(high=1e-4, why="full training of a published model uses 1e-7 to 1e-5; 8e-4 is the demo's")
-REAL_BYTES = 20_000_000  # size of weights; the tiny models of Relax and of tests are smaller
+REAL_BYTES = 20_000_000  # size of weights; Relax's tiny models and the models of tests are smaller
 
-_NULL = ("launcher.memory_gb", "engine.context_length")  # null is a valid value of these keys
+_NULL = ("launcher.memory_gb", "engine.context_length")  # keys that may be null
 
 OF_LAUNCHER: dict[str, dict[str, Range]] = {
     "local": {},
@@ -180,7 +183,7 @@ def value_of(config: RelaxConfig, key: str) -> object:
 
 
 def usual_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem for every unusual value that the user has not confirmed, and for useless confirmations."""
+    """Yields a problem for each unusual value that the user has not confirmed, and for unnecessary confirmations."""
     confirmed = config.run.confirm
     for key in confirmed:
         if key not in USUAL:
@@ -195,7 +198,8 @@ def usual_problems(config: RelaxConfig) -> Iterator[str]:
             usual = REAL_LR
         if key in confirmed or not isinstance(value, int | float) or usual.holds(value):
             continue
-        if math.isfinite(value) and (key not in RANGES or RANGES[key].holds(value)):  # otherwise it is reported already
+        # Another problem reports a value outside the valid range.
+        if math.isfinite(value) and (key not in RANGES or RANGES[key].holds(value)):
             yield (
                 f"{key}={value}: runs use {usual.describe()} ({usual.why}). Give another value, or confirm this one: "
                 f"run.confirm=[{','.join([*confirmed, key])}]."
@@ -203,16 +207,19 @@ def usual_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _weight_bytes(config: RelaxConfig) -> int:
-    """Returns the bytes of weights in the model's folder; a plan with a shape instead of a folder counts as real."""
+    """Returns the bytes of weights in the model's folder.
+
+    For a plan with a shape, returns a size that marks a real model.
+    """
     if config.model.path is None:
         return 0 if config.model.shape is None else REAL_BYTES + 1
     return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors") if file.is_file())
 
 
 def finite_problems(value: object, key: str = "") -> Iterator[str]:
-    """Yields a problem for every number of a configuration that is not finite.
+    """Yields a problem for each number in a configuration that is not finite.
 
-    Inside a list or a mapping .inf may be a bound, so only NaN is refused there.
+    In a list or a mapping .inf may be a bound, so only NaN is refused there.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -231,7 +238,7 @@ def finite_problems(value: object, key: str = "") -> Iterator[str]:
 
 
 def range_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem for every number that is not finite or out of range."""
+    """Yields a problem for each number that is not finite or out of range."""
     yield from finite_problems(config)
     for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)

@@ -1,8 +1,8 @@
-"""Redacts secrets: finds them by their key in the configuration, and removes them from output and files.
+"""Redacts secrets: finds secrets by their keys in the configuration, and removes them from output and files.
 
-All values in a mapping or list of environment variables or headers are secret, and all values of keys such as
-``api_key``. In addresses, passwords and parameters such as ``?token=`` are secret. The module imports nothing of Relax,
-because errors and the tracker process use it.
+Secret values are: all values in a mapping or list of environment variables or headers, all values of keys such as
+``api_key``, and in addresses passwords and parameters such as ``?token=``. This module imports no other module of
+Relax, because errors and the tracker process use it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _SECRET_KEY = re.compile(
     r"(?:^|_|-)(?:token|secret|passwd|password|passphrase|credentials?|authorization|(?:api|access|private)[_-]?key)$",
     re.IGNORECASE,
 )
-_COUNTED = re.compile(r"token$", re.IGNORECASE)  # a number below such a key is an id or a count
+_COUNTED = re.compile(r"token$", re.IGNORECASE)  # a number under such a key is an id or a count
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*=)")
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
-_SHORTEST = 6  # minimum characters of a secret that is also removed from sentences; shorter texts may be common words
+_SHORTEST = 6  # minimum length of a secret that is also removed from sentences; shorter texts may be common words
 
 
 class FromVariable(str):
-    """Holds the value of an environment variable that the configuration gives as ``${oc.env:NAME}``.
+    """Holds the value of an environment variable that the configuration refers to as ``${oc.env:NAME}``.
 
-    Files of the run contain the variable's name instead of the value, so no file stores the secret.
+    The run's files contain the variable's name and never the value.
     """
 
     variable: str = ""
 
     @property
     def reference(self) -> str:
-        """Returns the interpolation that gives this value."""
+        """Returns the interpolation that refers to this variable."""
         return f"${{oc.env:{self.variable}}}"
 
 
 def packed_text(value: Any) -> str:
-    """Returns the text of a `FromVariable` for msgspec, which packs no other subclass of str."""
+    """Returns the text of a `FromVariable` for msgspec, which cannot pack subclasses of str."""
     if isinstance(value, FromVariable):
         return str(value)
     raise NotImplementedError(type(value))
 
 
 def variable_of(text: Any) -> str | None:
-    """Returns NAME if the text is ``${oc.env:NAME}`` and nothing else."""
+    """Returns NAME if the whole text is ``${oc.env:NAME}``, otherwise None."""
     found = _OF_VARIABLE.fullmatch(text) if isinstance(text, str) else None
     return None if found is None else found[1]
 
@@ -63,8 +63,8 @@ def variable_of(text: Any) -> str | None:
 def is_secret_place(path: Path, *, holds: bool = False) -> bool:
     """Returns whether all values at a configuration path are secret.
 
-    ``path`` are the names from the root; the first name is a section, such as ``env``. ``holds``: the value is a
-    mapping or a list.
+    ``path`` has the names from the root; the first name is a section, such as ``env``. ``holds`` is True if the value
+    is a mapping or a list.
     """
     inside = [name for place, name in enumerate(path) if place or name not in ("env", "environment")]
     if any(_HOLDS_SECRETS.fullmatch(name) for name in inside):
@@ -74,9 +74,9 @@ def is_secret_place(path: Path, *, holds: bool = False) -> bool:
 
 
 def redacted(value: Any, path: Path = ()) -> Any:
-    """Returns a value of the configuration with `REDACTED` in place of its secrets. The names of variables are kept.
+    """Returns a value of the configuration with `REDACTED` in place of secrets; names of variables are kept.
 
-    A `FromVariable` becomes its reference.
+    A `FromVariable` is replaced by its reference.
     """
     if isinstance(value, Mapping):
         return {name: redacted(inner, (*path, str(name))) for name, inner in value.items()}
@@ -96,17 +96,17 @@ def redacted(value: Any, path: Path = ()) -> Any:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether the name of a key marks its value as secret."""
+    """Returns whether a key's name marks the key's value as secret."""
     return _SECRET_KEY.search(name) is not None
 
 
 def without_address_secrets(text: str) -> str:
-    """Returns a text without the passwords and secret parameters of its addresses."""
+    """Returns a text without passwords and secret parameters in addresses."""
     return _PARAMETER.sub(rf"\g<1>{REDACTED}", USER_INFO.sub(REDACTED, text))
 
 
 def _is_secret_key(path: Path, value: Any) -> bool:
-    names = [name for name in path if name != "-"]  # the items of a list have the key of the list
+    names = [name for name in path if name != "-"]  # list items have the key of the list
     if not names or not _SECRET_KEY.search(names[-1]):
         return False
     return isinstance(value, str) or not _COUNTED.search(names[-1])
@@ -119,16 +119,16 @@ def _assigned(word: str) -> str:
 
 
 # -- secrets of the command line --------------------------------------------------------------------------------------
-# Secrets of the command line are kept only here, and the words contain references to them. So libraries that read the
-# words, and messages that quote them, never have the secret.
+# Only this list stores secrets of the command line; the words contain references to the secrets. Libraries that read
+# the words and messages that quote the words thus never contain a secret.
 _RESOLVER = "redacted"
 _withheld: list[Any] = []
 _REFERENCE = re.compile(rf"\$\{{{_RESOLVER}:\d+\}}")
 
 
 def withhold(value: Any) -> str:
-    """Stores a secret in this process, and returns the interpolation that refers to it."""
-    from omegaconf import OmegaConf  # not imported by the tracker process
+    """Stores a secret in this process, and returns an interpolation that refers to the secret."""
+    from omegaconf import OmegaConf  # the tracker process does not import omegaconf
 
     if not OmegaConf.has_resolver(_RESOLVER):
         OmegaConf.register_new_resolver(_RESOLVER, lambda number: _withheld[int(number)])
@@ -142,12 +142,12 @@ def has_withheld(text: str) -> bool:
 
 
 def is_reference(value: Any) -> bool:
-    """Returns whether a value is a reference to a variable, or to a secret of the command line, and nothing else."""
+    """Returns whether the whole value is a reference to a variable or to a secret of the command line."""
     return variable_of(value) is not None or (isinstance(value, str) and _REFERENCE.fullmatch(value) is not None)
 
 
 def shown(text: str) -> str:
-    """Returns the text for output and files, with `REDACTED` in place of each secret of the command line."""
+    """Returns the text for output and files: `REDACTED` replaces each secret of the command line."""
     return without_values(_REFERENCE.sub(REDACTED, text), [secret for secret in _withheld if isinstance(secret, str)])
 
 
@@ -161,7 +161,7 @@ def without_values(text: str, secrets: Iterable[str]) -> str:
 
 # -- references that are not resolved ---------------------------------------------------------------------------------
 def references(values: Any, path: Path = ()) -> dict[Path, str]:
-    """Returns path → variable for each secret value ``${oc.env:NAME}``; ``values`` are not resolved yet."""
+    """Maps the path of each secret value ``${oc.env:NAME}`` to the variable; ``values`` are not resolved yet."""
     if isinstance(values, Mapping):
         items = [(str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
@@ -195,9 +195,9 @@ def with_variable(value: Any, path: Path, variable: str) -> Any:
 
 # -- plain values of files --------------------------------------------------------------------------------------------
 def as_text(values: Any, path: Path = ()) -> Any:
-    """Returns the values of a run's file with escaped texts, except for references at secret places.
+    """Returns the values for a run's file with escaped texts; references at secret paths are not escaped.
 
-    A file of a run contains plain values, so ``${`` in a text is no interpolation.
+    A run's file contains plain values, so ``${`` in a text is not an interpolation.
     """
     if isinstance(values, Mapping):
         return {name: as_text(value, (*path, str(name))) for name, value in values.items()}
@@ -207,7 +207,7 @@ def as_text(values: Any, path: Path = ()) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Returns a value with ``${`` escaped in its texts, so that OmegaConf does not resolve them."""
+    """Escapes ``${`` in the texts of a value, because OmegaConf would resolve it."""
     if isinstance(value, Mapping):
         return {name: escaped(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -218,7 +218,7 @@ def escaped(value: Any) -> Any:
 
 
 def secret_leaves(values: Any, path: Sequence[str] = ()) -> list[str]:
-    """Returns the dotted keys of the redacted values in ``values``."""
+    """Returns the dotted keys of all redacted values in ``values``."""
     if isinstance(values, Mapping):
         return [key for name, value in values.items() for key in secret_leaves(value, (*path, str(name)))]
     return [".".join(path)] if REDACTED in str(values) else []

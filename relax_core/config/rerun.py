@@ -1,8 +1,8 @@
-"""Reruns a saved run (`relax rerun RUN [key=value …]`), and checks whether the saved configuration is trusted.
+"""Reruns a saved run (`relax rerun RUN [key=value …]`), and checks whether its configuration can be trusted.
 
-Configurations of this user's runs have a mark: a keyed hash of the file with a key of this user (`key_file`, mode
-0600). A copy of such a run keeps the mark; an unpacked run of another user has no valid mark. Unmarked configurations
-are searched for values that run programs or contact servers.
+The configuration file of a user's run has a mark: a keyed hash of the file with the user's key (`key_file`, mode 0600).
+A copy of the run keeps the mark. A run of another user has no valid mark. A configuration without a valid mark is
+searched for values that run programs or contact servers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def key_file() -> Path:
 def marked(text: str) -> str:
     """Returns the text of a configuration file with this user's mark as its first line.
 
-    If the user's cache folder is not writable, the line says so, and `relax rerun` treats the run as not trusted.
+    If the user's cache folder is not writable, the first line reports this, and `relax rerun` does not trust the run.
     """
     try:
         return f"{_MARK}{_digest(text, _key(make=True))}\n{text}"
@@ -71,14 +71,14 @@ def is_marked_by_user(text: str) -> bool:
 
 
 def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yields key and value of each setting that runs a program, reads a secret or contacts a server.
+    """Yields the key and value of each setting that runs a program, reads a secret or contacts a server.
 
-    These are plug-in files, commands, key files, environment variables, addresses of other machines, and model code
-    without a sandbox.
+    Such settings are plug-in files, commands, key files, environment variables, addresses of other machines, and a
+    disabled sandbox for model code.
     """
     if isinstance(values, Mapping):
         for name, value in values.items():
-            if str(name).endswith(".py"):  # a plug-in with its settings
+            if str(name).endswith(".py"):  # settings of a plug-in
                 yield ".".join((*path, "")) + str(name), str(name)
             yield from powers(value, (*path, str(name)))
         return
@@ -112,14 +112,14 @@ def _digest(text: str, key: bytes) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """Returns this user's key. Raises OSError if there is none, or if other users can read or write it."""
+    """Returns this user's key; raises OSError if the key is missing, or if other users can read or write it."""
     file = key_file()
     if make and not file.exists():
         private_folder(file.parent, key="XDG_CACHE_HOME")
         partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another run has just created it
+        with suppress(FileExistsError):  # another run has just created the key
             os.link(partial, file)
         partial.unlink()
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
@@ -134,17 +134,18 @@ def _key(*, make: bool) -> bytes:
 
 
 CONFIG_FILE = "config.yaml"
-OPTION = "saved_run"  # the key of the group experiment, which Hydra composes last
+OPTION = "saved_run"  # the saved run is an option of the group experiment, because Hydra composes this group last
 TRUST = "--trust"
 USAGE = f"relax rerun RUN [{TRUST}] [key=value ...], where RUN is a run's folder"
-_OF_ITS_START = ("resume", "plan")  # and run.dir, because the next start sets its own
+_OF_ITS_START = ("resume", "plan")  # and run.dir; the next start sets them
 
 
 def rerun_line(args: Sequence[str]) -> CommandLine:
-    """Returns the command line for Hydra. ``args`` are the run's folder, then overrides and flags.
+    """Returns the command line for Hydra; ``args`` are the run's folder, then overrides and flags.
 
-    A group that the overrides choose anew takes nothing from the saved run. Raises `ConfigError` for a folder without a
-    run, for a redacted secret, and without ``--trust`` for an unmarked run that would run programs or contact servers.
+    If the overrides choose an option of a group, the saved values of this group are dropped. Raises `ConfigError` for a
+    folder without a run and for a redacted secret. Without ``--trust`` also raises it for an unmarked run that would
+    run programs or contact servers.
     """
     if not args or args[0].startswith("-") or "=" in args[0].split("/")[0]:
         raise ConfigError([USAGE + "."])
@@ -152,7 +153,7 @@ def rerun_line(args: Sequence[str]) -> CommandLine:
     values, own_run = _read(folder)
     chosen = _chosen(overrides)
     if "experiment" in chosen:
-        raise ConfigError([f"experiment={chosen['experiment']}: {folder} has its own. Give single keys, or drop it."])
+        raise ConfigError([f"experiment={chosen['experiment']}: {folder} has one. Give single keys, or drop it."])
     _drop_what_follows(values, chosen)
     _drop_removed(values)
     typed = {arg.lstrip("+~").partition("=")[0] for arg in overrides}
@@ -163,7 +164,7 @@ def rerun_line(args: Sequence[str]) -> CommandLine:
         check_powers(values, folder / CONFIG_FILE, but=typed)
     _drop_secrets(values, typed)
     _store(as_text(values))
-    # A plug-in's values must not be merged with those of the default option; a launcher has its own type.
+    # A plug-in's values must not be merged with the default option's values; a launcher needs the option for its type.
     own = [f"{kind}=plugin" for kind in KINDS if kind in values]
     own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
     return CommandLine(
@@ -186,12 +187,12 @@ def check_powers(values: Mapping[str, Any], file: Path, *, but: Iterable[str] = 
 
 
 def _is_typed(key: str, typed: Iterable[str]) -> bool:
-    """Returns whether the user typed the key, or a mapping that contains it."""
+    """Returns whether the user typed the key or a mapping that contains the key."""
     return any(key == typed_key or key.startswith(f"{typed_key}.") for typed_key in typed)
 
 
 def _drop_secrets(values: Mapping[str, Any], typed: Iterable[str]) -> None:
-    """Removes redacted secrets in mappings that the user typed anew; Hydra would otherwise merge them."""
+    """Removes redacted secrets from mappings that the user typed again, because Hydra would merge the mappings."""
     for key in secret_leaves(values):
         if key not in typed:
             *holders, last = key.split(".")
@@ -202,7 +203,7 @@ def _drop_secrets(values: Mapping[str, Any], typed: Iterable[str]) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the values of a run's config.yaml, and whether it is marked as a run of this user."""
+    """Returns the values of a run's config.yaml, and whether the file has this user's mark."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError([f"{folder}: it has no {CONFIG_FILE}. {USAGE}."])
@@ -214,20 +215,20 @@ def _read(folder: Path) -> tuple[dict[str, Any], bool]:
     if not isinstance(values, dict) or "run" not in values:
         raise ConfigError([f"{file} is not the configuration of a run. {USAGE}."])
     known = {field.name for field in dataclasses.fields(RelaxConfig)}
-    if odd := [str(key) for key in values if key not in known]:  # such as hydra, whose settings name code
+    if odd := [str(key) for key in values if key not in known]:  # such as hydra, which has settings that name code
         raise ConfigError([f"{file}: {', '.join(odd)}: a run's configuration has no such key. Remove it."])
     return values, is_marked_by_user(text)
 
 
 def _chosen(overrides: Sequence[str]) -> dict[str, str]:
-    """Maps each group that the overrides choose to its option; a plug-in's name counts as a choice."""
+    """Maps each group that the overrides choose to the chosen option; a plug-in's name is a choice, too."""
     pairs = [arg.partition("=") for arg in overrides if not arg.startswith("-")]
     chosen = {key: value for key, _, value in pairs if key in groups()}
     return chosen | {key.removesuffix(".name"): value for key, _, value in pairs if key in {f"{k}.name" for k in KINDS}}
 
 
 def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> None:
-    """Removes values that the new run sets itself, and a name that was derived from the model and the data."""
+    """Removes values that the new run sets itself, and a run name that was derived from model and data."""
     if values.get("name") == f"{values['model']['name']}-{short_name(values['data']['name'])}":
         del values["name"]
     for key in (*_OF_ITS_START, *chosen):
@@ -236,7 +237,10 @@ def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> Non
 
 
 def _drop_removed(values: dict[str, Any]) -> None:
-    """Removes keys that Relax no longer has, so that checkpoints of old runs can be evaluated and exported."""
+    """Removes keys that Relax no longer has.
+
+    Without this, checkpoints of old runs could not be evaluated or exported.
+    """
     for key in REMOVED:
         *holders, last = key.split(".")
         holder: Any = values

@@ -1,4 +1,4 @@
-"""Chooses the rewards that score a data row: the run's reward, the reward in a column of the row, or parts of a sum."""
+"""Chooses the rewards that score a data row: the run's reward, the reward that the row names, or parts of a sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from relax_core.contracts.reward import (
 from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_error_text
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
-Outcome = tuple[RewardOutput, Exception | None]  # the output, and the exception that the reward raised
+Outcome = tuple[RewardOutput, Exception | None]  # the reward's output, and the exception that it raised
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +36,15 @@ class ChosenReward:
 
 
 class RewardChoice:
-    """Selects the rewards of data rows, for the reward of a run and its settings.
+    """Selects the rewards of data rows from the run's reward settings.
 
-    ``judged`` is the reward that asks judges, or None. ``shadow`` is the independent reward that scores the same
-    answers but is never trained, or None.
+    ``judged`` is the reward that asks judges, or None. ``shadow`` is the shadow reward, or None: it scores the same
+    answers independently and is never trained.
 
-    Raises ValueError (key, value, fix) for invalid entries of ``reward.parts``, an unknown reward or setting in an
-    entry, settings that a part's own check refuses, two rewards that ask judges, a shadow that is the reward itself,
-    asks judges or scores turns, and a reward that needs a missing sandbox.
+    Raises ValueError (key, value, fix) for invalid entries of ``reward.parts``, for an unknown reward or setting in an
+    entry, for settings that a part's own check refuses, for two rewards that ask judges, and for a reward that needs a
+    missing sandbox. The same error is raised for a shadow reward that is the trained reward, asks judges or scores
+    turns.
     """
 
     def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
@@ -85,14 +86,14 @@ class RewardChoice:
         if len(asking) > 1:
             raise ValueError(
                 f"reward.parts: {' and '.join(reward.label for reward in asking)} ask judges, but only one reward may. "
-                "Name all judges in one of them, and choose among them with its route."
+                "Name all judges in one reward, and let its route choose among them."
             )
         self.judged = asking[0] if asking else None
 
     def known(self) -> list[ChosenReward]:
-        """Returns the rewards that are known without the data, including the shadow.
+        """Returns the rewards that are known without the data, including the shadow reward.
 
-        Rows may name further rewards.
+        Data rows may name further rewards.
         """
         return [*self._trained(), *([] if self.shadow is None else [self.shadow])]
 
@@ -100,14 +101,17 @@ class RewardChoice:
         return [*([] if self.own.spec.combine else [self.own]), *self._rewards.values()]
 
     def _shadow(self, config: RewardConfig) -> ChosenReward | None:
-        """Returns the reward in ``config.shadow``. Raises ValueError (key, value, fix) if it cannot be a shadow."""
+        """Returns the reward in ``config.shadow``.
+
+        Raises ValueError (key, value, fix) if it cannot be a shadow reward.
+        """
         entry = config.shadow
         if entry == AUTO:
             entry = next((reward.spec.shadow for reward in self._trained() if reward.spec.shadow), None)
         if entry is None:
             if config.on_hack != REPORT:
                 raise ValueError(
-                    f"reward.on_hack={config.on_hack}: reward={self.own.spec.name} has no shadow to detect it. "
+                    f"reward.on_hack={config.on_hack}: reward={self.own.spec.name} has no shadow to detect hacks. "
                     "Name one, such as reward.shadow=final_answer, or use reward.on_hack=report."
                 )
             return None
@@ -132,7 +136,7 @@ class RewardChoice:
     def of_row(self, row: DataRow) -> ChosenReward:
         """Returns the reward of a data row.
 
-        Raises ValueError with the column, the value and the fix if the row names an unknown reward.
+        Raises ValueError (column, value, fix) if the row names an unknown reward.
         """
         name = row.get(self._by) if self._by is not None else None
         if name is None or name == "":
@@ -144,7 +148,7 @@ class RewardChoice:
         return self._rewards[name]
 
     def _check_sandbox(self, chosen: ChosenReward) -> None:
-        """Raises ValueError if the reward needs a sandbox and the run or the machine has none."""
+        """Raises ValueError if the reward needs a sandbox but the run or the machine has no sandbox."""
         if not chosen.spec.needs_sandbox:
             return
         why = f"reward {chosen.label} runs only in the sandbox, because its library evaluates answers as programs"
@@ -187,12 +191,12 @@ class RewardChoice:
         return [self._rewards[label] for label, part in self._parts.items() if part.applies(row)]
 
     def scorers(self, row: DataRow) -> list[ChosenReward]:
-        """Returns all rewards that score a data row. Raises as `of_row` does."""
+        """Returns all rewards that score a data row; raises the errors of `of_row`."""
         chosen = self.of_row(row)
         return self.parts_of(row) if chosen.spec.combine else [chosen]
 
     def check_row(self, row: DataRow, where: str) -> None:
-        """Raises `BadRow` for a data row that its reward cannot score; ``where`` is the row's file and line."""
+        """Raises `BadRow` if the row's reward cannot score the row; ``where`` is the row's file and line."""
         try:
             scorers = self.scorers(row)
         except ValueError as error:
@@ -208,9 +212,9 @@ class RewardChoice:
                 raise BadRow.because("label", f"{where}: reward {scorer.label}: {plugin_error_text(error)}") from error
 
     def combined(self, given: RewardInput, found: Mapping[str, Outcome]) -> Outcome:
-        """Returns the outcome of a combined reward, given the outcomes of its parts by label.
+        """Combines the outcomes of a row's parts, given by label.
 
-        It has no reward if a required part has none. The outcome's parts include the rewards of the parts.
+        If a required part has no reward, the outcome has no reward. The outcome lists the rewards of the parts.
         """
         combine = self.own.spec.combine
         assert combine is not None
@@ -228,7 +232,7 @@ class RewardChoice:
         return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MAX_WHY]), None
 
     def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Returns the outcomes of a row's reward. If rows name their rewards, each reward becomes a separate part."""
+        """Returns the outcomes of a row's reward; if rows name their rewards, each reward is a separate part."""
         if self._by is None:
             return list(outcomes)
         return [
@@ -238,13 +242,13 @@ class RewardChoice:
 
 
 def labelled(label: str, output: RewardOutput) -> dict[str, float]:
-    """Returns a mapping with the reward under LABEL and its parts under LABEL_PART."""
+    """Returns a mapping of LABEL to the reward and of LABEL_PART to each of its parts."""
     assert output.reward is not None
     return {label: output.reward, **{f"{label}_{name}": value for name, value in (output.parts or {}).items()}}
 
 
 def _own(chosen: ChosenReward) -> dict[str, object]:
-    """Returns the settings that only this reward has."""
+    """Returns the settings that are specific to this reward."""
     common = {field.name for field in fields(RewardConfig)}
     return {name: value for name, value in vars(chosen.config).items() if name not in common}
 
@@ -283,7 +287,7 @@ def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
 
 
 def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
-    """Returns the `RewardChoice` that checks data rows, or None if no row needs a check."""
+    """Returns the `RewardChoice` that checks data rows, or None if rows need no check."""
     choice = RewardChoice(spec, config)
     checks = any(
         reward.spec.check_row is not None or reward.spec.right_answers is not None for reward in choice.known()
@@ -292,11 +296,14 @@ def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
 
 
 def judged_reward(config: RewardConfig) -> ChosenReward | None:
-    """Returns the reward that asks judges, which may be a part, or None. Raises as `RewardChoice` does."""
+    """Returns the reward or part that asks judges, or None; raises the errors of `RewardChoice`."""
     return RewardChoice(find_reward(config.name), config).judged
 
 
 def may_be_isolated(config: RewardConfig) -> bool:
-    """Returns whether a reward of the run may need worker processes; with ``reward.by`` the data may name one."""
+    """Returns whether a reward of the run may need worker processes.
+
+    With ``reward.by`` data rows may name such a reward.
+    """
     known = RewardChoice(find_reward(config.name), config).known()
     return config.by is not None or any(reward.spec.isolated for reward in known)

@@ -1,4 +1,4 @@
-"""Checks the keys of episodes: turns, environments and their workers, agents and their command, rewards."""
+"""Checks the keys of episodes: turns, environments, environment workers, agents, the agents' command, rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relax_core.contracts.host_network import LOOPBACK
 from relax_core.contracts.reward import HALT, MASK, OFF, REFUSE, REPORT, WARN
 from relax_core.registry import find_algorithm, find_env, find_reward
 
-EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluator.py)
+EVALUATED_TOGETHER = 256  # maximum number of open episodes of an evaluation (rollout/evaluator.py)
 
 
 def turn_problems(config: RelaxConfig) -> Iterator[str]:
@@ -36,8 +36,8 @@ def turn_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
         yield (
-            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, which has nothing to be "
-            f"compared with. Use at least {2 / size:.2g}."
+            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, and an advantage "
+            f"compares episodes. Use at least {2 / size:.2g}."
         )
     if plugin_config.max_turns < 1:
         yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
@@ -54,7 +54,7 @@ def turn_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _interaction_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of settings for an environment that answers each response."""
+    """Yields the problems of settings for an environment that returns an observation after each response."""
     env = config.env
     limit, context = env.max_observation_tokens, config.engine.context_length
     if limit is not None and limit < 1:
@@ -83,7 +83,7 @@ def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
         if env.workers * env.episodes_per_worker < size:
             yield _too_few_places(env, f"{key}={size} are open together", needed=size)
     if config.rollout.lockstep:
-        # The episodes of a step, and also those of the next step or of the evaluation before it.
+        # the episodes of a step, plus the episodes of the next step or of the evaluation before the step
         step = config.rollout.prompts_per_step * config.algo.group_size
         needed = step + max(step, EVALUATED_TOGETHER if config.eval.every else 0)
         if env.workers * env.episodes_per_worker < needed:
@@ -99,7 +99,10 @@ def _too_few_places(env: object, why: str, *, needed: int) -> str:
 
 
 def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
-    """Yields the reasons against rollout.lockstep=true: results still depend on timing, or never depend on it."""
+    """Yields the reasons against rollout.lockstep=true.
+
+    Results depend on timing even with lockstep, or do not depend on timing without it.
+    """
     rollout = config.rollout
     if not env.has_turns:
         yield f"rollout.lockstep=true with env={env.name}, whose episodes have one turn. Use false."
@@ -120,7 +123,7 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
 
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-# Variables for programs, files and the user's language that agents inherit. Other variables may contain secrets.
+# Agents inherit these variables for programs, files and the user's language. Other variables may contain secrets.
 _KEPT = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_MESSAGES"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"),
@@ -128,10 +131,10 @@ _KEPT = (
 
 
 def agent_command_line(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str]:
-    """Returns the words of the agent's command: ``of_env``, or else those of agent.command; empty without a command.
+    """Returns the words of the agent's command: ``of_env`` or, without it, agent.command; empty without a command.
 
-    A leading "python" becomes agent.python, or the interpreter of the run. Raises ValueError for an empty command and
-    for an open quote.
+    If the first word is "python", it is replaced by agent.python or the run's interpreter. Raises ValueError for an
+    empty command and for an unclosed quote.
     """
     words = list(of_env)
     if not words and agent.command is not None:
@@ -147,9 +150,9 @@ def agent_command_line(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> lis
 
 
 def agent_environment(agent: AgentConfig, more: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables of an agent: a few of the run's, agent.env, and ``more``.
+    """Returns the environment variables of an agent: a few variables of the run, agent.env, and ``more``.
 
-    The folder of agent.python comes first on PATH. Requests to this machine use no proxy.
+    The folder of agent.python is first on PATH. Requests to this machine use no proxy.
     """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     python = str(Path(agent.python or sys.executable).parent)
@@ -162,7 +165,7 @@ def command_problem(agent: AgentConfig, words: Sequence[str]) -> str | None:
     """Returns the problem of a command if its program, script or folder is missing; otherwise None."""
     folder = Path(agent.cwd or Path.cwd())
     if not folder.is_dir():
-        return f"agent.cwd={folder}: no such folder. Give the folder in which the agent is to run."
+        return f"agent.cwd={folder}: no such folder. Give the agent's working folder."
     if agent.python is not None and not os.access(agent.python, os.X_OK):
         return f"agent.python={agent.python}: no such program. Give the interpreter, such as .venv-agents/bin/python."
     program = words[0]
@@ -217,7 +220,7 @@ def agent_file_problems(config: RelaxConfig) -> Iterator[str]:
     try:
         words = agent_command_line(config.agent, of_env=env.agent(config.env))
     except ValueError:
-        return  # `agent_problems` has reported it
+        return  # `agent_problems` has reported the error
     if words and (problem := command_problem(config.agent, words)) is not None:
         yield problem
 
@@ -226,7 +229,7 @@ SANDBOXES = ("auto", "none")
 
 
 def reward_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of the reward's settings, and of the reward in combination with data and env."""
+    """Yields the problems of the reward's settings, and of the combination of reward, data and env."""
     reward, spec = config.reward, find_reward(config.reward.name)
     if not reward.timeout_s > 0:
         yield f"reward.timeout_s={reward.timeout_s}: must be more than 0 seconds."
@@ -241,7 +244,7 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
             quotes = ' In a YAML file write "off" in quotes.' if value == "False" else ""
             yield f"reward.{key}={value}: use {', '.join(choices[:-1])} or {choices[-1]}.{quotes}"
     if not 0 <= reward.audit_limit < 1:
-        yield f"reward.audit_limit={reward.audit_limit}: a share of the rows, from 0 to below 1. Use such as 0.02."
+        yield f"reward.audit_limit={reward.audit_limit}: a share of the rows, from 0 to below 1. Use e.g. 0.02."
     if not 0 < reward.shadow_share <= 1:
         yield f"reward.shadow_share={reward.shadow_share}: a share above 0, to 1. Use reward.shadow=null for none."
     yield from choice_problems(spec, reward)
@@ -253,7 +256,7 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         )
     if spec.scores_turns and find_env(config.env.name).messages is not None:
         yield (
-            f"reward={reward.name} scores what an env gives for its turns, and env={config.env.name} gives nothing. "
+            f"reward={reward.name} scores the rewards of an env's turns, but env={config.env.name} gives none. "
             "Choose an env with turns, or a reward for the answer, such as reward=math."
         )
     if reward.by is not None and task is not None:

@@ -1,11 +1,11 @@
-"""Writes a configuration as YAML for the run's folder, without secrets, and compares a resumed run with the saved run.
+"""Writes a configuration without secrets as YAML for the run's folder, and compares a resumed run with the saved run.
 
-Changes of settings that the checkpoint's state depends on are refused. With another seed or other data the cursor
-would point into another order, so prompts would come twice or never. The tensors belong to one model and the ledger to
-one group size. A curve with a change of algorithm, reward or environment in the middle describes neither. Changes of
-settings that are often tuned during a run (learning rate, clip range, temperature, staleness) are reported and applied.
-Machines, duration and data paths are not compared, because data is identified by its content
-(relax_core/data/data_identity.py).
+A resume refuses changes of settings that the checkpoint's state depends on. With another seed or other data the saved
+cursor would refer to a different order, so prompts would be used twice or never. The tensors belong to one model, and
+the ledger to one group size. If algorithm, reward or environment changed in the middle of a run, the run's curves would
+describe neither setting. A resume reports and applies changes of settings that are often tuned during a run (learning
+rate, clip range, temperature, staleness). It does not compare machines, duration and data paths; data is identified by
+its content (relax_core/data/data_identity.py).
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ if TYPE_CHECKING:
 
 
 def to_yaml(config: RelaxConfig) -> str:
-    """Returns YAML with the keys of conf/, without secrets (relax_core/config/redaction.py)."""
+    """Returns the configuration as YAML with the keys of conf/, without secrets (relax_core/config/redaction.py)."""
     text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     return text
 
 
 def to_yaml_with_secrets(config: RelaxConfig) -> str:
-    """Returns YAML with its secrets, for a file that only this user can read, and for `config_from_yaml`."""
+    """Returns the configuration as YAML with secrets, for a file that only this user can read.
+
+    `config_from_yaml` reads this YAML.
+    """
     text: str = yaml.safe_dump(plain(config, redact=False), sort_keys=False, allow_unicode=True)
     return text
 
 
 def plain(value: Any, *, redact: bool = True) -> Any:
-    """Returns the configuration as dicts, lists and scalars, with enums by name.
+    """Returns the configuration as dicts, lists and scalars; enums become names.
 
     With ``redact``, secrets are removed.
     """
@@ -64,7 +67,7 @@ REFUSED = (
     "data",
     "model",
     "modality.name",
-    # These limits decide the content of media items and which prompts are bad.
+    # These limits determine the content of media items and the set of bad prompts.
     "modality.image_tokens",
     "modality.video_fps",
     "modality.video_frames",
@@ -93,8 +96,8 @@ WHOLE = (
     "data.paths",
     "data.mix",
     "data.config",
-)  # mappings with free keys: compared as one value
-# The location of the data, and how it is read.
+)  # mappings with free keys; each is compared as one value
+# The keys for the data's location and for reading the data.
 DATA_LOCATION_KEYS = (
     "data.name",
     "data.path",
@@ -107,7 +110,7 @@ DATA_LOCATION_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Holds a key with another value than in the checkpoint."""
+    """Holds a key with a different value than in the checkpoint."""
 
     key: str
     was: Any
@@ -125,10 +128,10 @@ class Change:
 def changes(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, keys: tuple[str, ...], but: tuple[str, ...] = ()
 ) -> list[Change]:
-    """Returns the changed keys at or below one of ``keys``, without those at or below one of ``but``.
+    """Returns the changes of all keys at or below ``keys``, except keys at or below ``but``.
 
-    Both configurations have the form of `relax_core.config.saved_config.plain`. Keys that exist in only one of them are
-    ignored: another version of Relax added or removed them.
+    Both configurations have the form of `relax_core.config.saved_config.plain`. Keys that only one of them has are
+    ignored, because another version of Relax added or removed these keys.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     return [
@@ -151,7 +154,7 @@ def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[st
 
 
 def _typed_value(value: Any) -> str:
-    """Returns the value in the form of the command line."""
+    """Returns the value as typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Defines the type of every configuration key. Values and their documentation are in the YAML files of conf/.
+"""Defines the type of every configuration key; conf/*.yaml has the default values and the documentation.
 
-`algo`, `reward` and `env` have the type of their plug-in's `config` dataclass (config/plugin_types.py), so a new
-plug-in file has its own settings. OmegaConf 2.3 has no Literal, so choices are enums.
+The sections `algo`, `reward` and `env` have the type of the plug-in's `config` dataclass (config/plugin_types.py), so a
+new plug-in file defines its own settings. Choices are enums, because OmegaConf 2.3 does not support Literal.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ class ModelConfig:
     """Holds the keys of `model`."""
 
     name: str = MISSING
-    family: str | None = MISSING  # None: model_type of config.json
+    family: str | None = MISSING  # None means the model_type of config.json
     path: str | None = None  # a Hugging Face folder
-    builtin: str | None = None  # a tiny model that Relax generates
+    builtin: str | None = None  # the name of a tiny model that Relax generates
     task: str | None = None  # the generated task of the builtin model's warm start
-    shape: str | None = None  # published dimensions for the plan without a path
+    shape: str | None = None  # the name of a published model's dimensions, for a plan without a path
     dtype: str = MISSING  # float32 | bfloat16 | auto; the settled configuration has no auto
     moe_aux_loss_coef: float = 0.0  # only for mixture-of-experts models
-    freeze: list[str] = field(default_factory=list)  # frozen parts, out of choices.MODEL_PARTS
+    freeze: list[str] = field(default_factory=list)  # frozen parts, a subset of choices.MODEL_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaTask:
-    """Holds the ``kinds`` of media of a generated task; in a control, the ``exchanged`` kinds come from random rows."""
+    """Holds the ``kinds`` of media of a generated task.
+
+    In a control task the media of the ``exchanged`` kinds come from random other rows.
+    """
 
     kinds: tuple[MediaKind, ...]
     exchanged: tuple[MediaKind, ...] = ()
@@ -97,7 +100,7 @@ class MediaKeys:
 
     @property
     def columns(self) -> dict[MediaKind, str]:
-        """Returns the column of each kind that has one."""
+        """Maps each kind of media with a column to the column."""
         found: dict[MediaKind, str | None] = {"image": self.image, "video": self.video, "audio": self.audio}
         return {kind: column for kind, column in found.items() if column is not None}
 
@@ -113,12 +116,12 @@ class ForwardLayout:
 
     @property
     def cp(self) -> int:
-        """Returns 1: these ranks do not share the rows of a micro-batch."""
+        """Returns 1, because these ranks do not use context parallelism."""
         return 1
 
     @property
     def etp(self) -> int:
-        """Returns 1: these ranks do not share an expert's width."""
+        """Returns 1, because these ranks do not split single experts."""
         return 1
 
 
@@ -136,14 +139,15 @@ class ParallelConfig:
     cp: int = MISSING
     ep: int = MISSING
     etp: int = MISSING
-    first_stage_layers: int | None = None  # layers of the first pipeline stage; None means as many as in the others
+    # layers of the first pipeline stage; None means as many as in the other stages
+    first_stage_layers: int | None = None
     sequence_parallel: bool = MISSING
     shard_media: bool = False  # distributes the media items of a micro-batch over the ranks of the first stage
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
-    micro_batch_tokens: int = MISSING  # largest number of packed token rows, and the towers' work in rows
-    micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
+    micro_batch_tokens: int = MISSING  # maximum work: packed token rows plus the towers' work in rows
+    micro_batch_patches: int = MISSING  # maximum number of patches of images and videos in a micro-batch
     forward: ForwardLayout = field(default_factory=ForwardLayout)  # layout of actor_fwd and reference
 
 
@@ -167,12 +171,12 @@ class ModeConfig:
 
     @property
     def versions_in_flight(self) -> int:
-        """Returns how many weight versions may have sampled the groups in flight."""
+        """Returns the maximum number of weight versions that sampled the groups in flight."""
         return self.max_staleness + 1
 
     @property
     def max_lag(self) -> int | None:
-        """Returns the maximum staleness of an episode in versions; None if stale tokens are masked instead."""
+        """Returns the maximum staleness of an episode in weight versions, or None if stale tokens are masked."""
         return self.max_staleness if self.on_stale is OnStale.drop else None
 
 
@@ -209,25 +213,25 @@ class EngineConfig:
     weight_transport: WeightTransportName = MISSING
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)
-    # Only some engines read these (`EngineSpec.keys`); with other engines they keep these values.
+    # Only some engines read the following keys (`EngineSpec.keys`); with other engines the keys keep these values.
     python: str | None = None
     urls: list[str] = field(default_factory=list)
     token_file: str | None = None
     mem_fraction: float | None = None
     deterministic: bool | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    # Only engine=embedded reads it. None until plan/context_length.py derives it, before the start.
+    # Only engine=embedded reads this key. It is None until plan/context_length.py derives it before the start.
     prefix_cache_tokens: int | None = None
 
     @property
     def context_tokens(self) -> int:
-        """Returns the maximum prompt and response tokens of one sample; needs a derived context_length."""
+        """Returns the maximum number of prompt and response tokens of one sample; needs a derived context_length."""
         assert self.context_length is not None, "preflight derives it"
         return self.context_length
 
     @property
     def cpu_threads(self) -> int:
-        """Returns the CPU threads per engine and per trainer rank: 1 until `threads` is derived."""
+        """Returns the number of CPU threads per engine and per trainer rank; 1 until `threads` is derived."""
         return max(1, self.threads)
 
 
@@ -244,24 +248,25 @@ class DataConfig:
 
     name: str = MISSING
     path: str | None = None
-    paths: Any = None  # a list of files, or a mapping from files to weights, instead of path
+    paths: Any = None  # in place of path: a list of files, or a mapping from files to weights
     eval_path: str | None = None
     prompt_key: str = MISSING
     answer_key: str = MISSING
-    task: str | None = None  # a generated task instead of a file
+    task: str | None = None  # a generated task in place of a file
     size: int = MISSING  # rows of a generated task
     eval_size: int = MISSING
     shuffle: bool = MISSING
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
     last_assistant: LastAssistant | None = None  # None rejects a prompt that ends with an assistant message
-    template_date: str | None = None  # None until the run's first start, which sets the UTC date
+    template_date: str | None = None  # None until the run's first start; the start sets the UTC date
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)
     media_place: MediaPlace | None = None  # None rejects rows with media but without a placeholder
     media_root: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # settings of a plug-in source, typed by its own dataclass
+    # settings of a plug-in source; the plug-in's dataclass defines the types
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_WARMUP_STEPS = 10
@@ -307,38 +312,40 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Returns whether sampling truncates the distribution, so that samples carry their kept sets."""
+        """Returns whether sampling truncates the distribution; samples then have kept sets."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def banned(self) -> list[int]:
-        """Returns the token ids that all roles exclude; needs a composed configuration."""
+        """Returns the token ids that all roles exclude from sampling; needs a composed configuration."""
         assert self.banned_token_ids is not None, "config/compose.py has found them"
         return self.banned_token_ids
 
     @property
     def spare_prompts(self) -> int:
-        """Returns how many more prompts are admitted than a step needs."""
+        """Returns how many prompts over-sampling adds to the prompts that a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
 
 
 class DtypeByMachine(str):
-    """Marks a ``model.dtype`` that ``auto`` chose for this machine; a resumed run keeps the dtype of its checkpoint.
+    """Marks a ``model.dtype`` that ``auto`` chose for this machine.
 
-    The launcher converts it to plain text before a run starts, because no encoder knows the class.
+    A resumed run keeps the dtype of its checkpoint.
+
+    The launcher converts the value to plain text before a run starts, because no encoder supports this class.
     """
 
 
 class FolderByTime(str):
-    """Marks a ``run.dir`` with the time in its name (the default), so that each start has a separate folder.
+    """Marks a ``run.dir`` with the time in its name (the default), which makes each start use a new folder.
 
-    A resumed run finds its folder among the siblings by the ``label`` at the end of the name. A ``run.dir`` without the
-    time belongs to one run.
+    A resumed run finds its folder among the sibling folders by the ``label`` at the end of the name. A ``run.dir``
+    without the time belongs to a single run.
     """
 
     label: str = ""
 
     def labelled(self, label: str) -> FolderByTime:
-        """Returns the folder name with a label at its end."""
+        """Appends a label to the folder name."""
         folder = FolderByTime(f"{self}{label}")
         folder.label = label
         return folder
@@ -350,11 +357,12 @@ class RunSettings:
 
     steps: int = MISSING
     epochs: float | None = None
-    confirm: list[str] = field(default_factory=list)  # keys with an intended unusual value (ranges.py, USUAL)
+    # keys with an unusual value that the user intends (ranges.py, USUAL)
+    confirm: list[str] = field(default_factory=list)
     dir: str = MISSING
     save_every: int = MISSING
     keep_last: int = MISSING
-    keep_best: str | None = None  # a metric of evaluation, such as eval/exact
+    keep_best: str | None = None  # a metric of the evaluation, such as eval/exact
     patience: int = 0
     export_hf: bool = MISSING
     panel: bool = MISSING
@@ -367,7 +375,7 @@ class RunSettings:
 
     @property
     def stop_timeout_s(self) -> float:
-        """Returns the seconds that a service may take to end at a stop before it is killed."""
+        """Returns the seconds that a service has to end at a stop before it is killed."""
         return max(60.0, self.stall_timeout_s / 10)
 
 
@@ -379,7 +387,8 @@ class EvalConfig:
     rows: int = MISSING
     samples: int = 1
     temperature: float = 0.0
-    sets: dict[str, str | None] = field(default_factory=dict)  # name → file; None means the held-out rows of data
+    # name → file; a None file means the held-out rows of data
+    sets: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -399,7 +408,7 @@ HISTORIES = ("continue", "template")
 class AgentConfig:
     """Holds the keys of `agent`."""
 
-    command: str | None = None  # None: external agents open the sessions
+    command: str | None = None  # None: external agents open sessions
     cwd: str | None = None  # None: the folder in which the run was started
     env: dict[str, str] = field(default_factory=dict, repr=False)
     python: str | None = None  # None: the Python of the run
@@ -445,7 +454,7 @@ class TrackerConfig:
 
 
 def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
-    """Returns how many of the ``groups_per_step`` groups of a train step are kept, from 0 to all.
+    """Returns how many of a train step's ``groups_per_step`` groups the tracker keeps.
 
     Raises ValueError for a value that is neither "all" nor a number of groups.
     """
@@ -460,10 +469,10 @@ def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
 
 @dataclass
 class LauncherConfig:
-    """Holds the keys of launcher=local, which all launchers share."""
+    """Holds the keys of launcher=local; all launchers have these keys."""
 
     name: LauncherKind = MISSING
-    ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
+    ray_address: str | None = None  # only for launcher=local; other launchers set this key themselves
     nodes: int = MISSING
     object_store_mb: int = MISSING
 
@@ -510,12 +519,12 @@ LAUNCHERS: dict[str, type[LauncherConfig]] = {
 
 @dataclass
 class RelaxConfig:
-    """Holds the whole configuration. tests/config/test_root_keys.py freezes its keys."""
+    """Holds the whole configuration; tests/config/test_root_keys.py freezes the root keys."""
 
     name: str = MISSING
     seed: int = MISSING
     resume: str | None = None  # null | "auto" | a checkpoint folder
-    plan: bool | str = MISSING  # false | true | "json": print the plan instead of running
+    plan: bool | str = MISSING  # false | true | "json": print the plan and do not run
     algo: Any = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     modality: ModalityConfig = field(default_factory=ModalityConfig)
@@ -540,12 +549,12 @@ class RelaxConfig:
 
     @property
     def in_order(self) -> bool:
-        """Returns whether prompts, evaluations and complete groups have the same order in every run."""
+        """Returns whether prompts, evaluations and complete groups have the same order in each run."""
         return self.mode.max_staleness == 0 and self.rollout.workers == 1
 
     @property
     def repeatable(self) -> bool:
-        """Returns whether the same seed repeats the run, because no batch depends on timing; on CPUs bit by bit."""
+        """Returns whether the same seed repeats the run (on CPUs bit by bit), because no batch depends on timing."""
         rollout = self.rollout
         timed = rollout.over_sampling > 1.0 or rollout.quorum < 1.0 or self.engine.deterministic is False
         turns = isinstance(self.env, TurnsConfig) and not rollout.lockstep

@@ -1,4 +1,4 @@
-"""Lists the keys of the schema with their types, and builds the messages about unknown and removed keys."""
+"""Lists the schema's keys and types, and builds the messages about unknown and removed keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relax_core.config.schema import LAUNCHERS, RelaxConfig
 
 _FIXED = "It is fixed now"
 _CODE_LIMITS = {"wall_s": "10 s", "cpu_s": "5 s", "memory_mib": "512 MiB", "output_bytes": "16 KiB"}
-# Removed key → its replacement, or the reason.
+# Removed key → replacement, or reason.
 REMOVED = {
     **dict.fromkeys(("parallel.actor_fwd", "parallel.reference"), "Both have the layout parallel.forward"),
     "rollout.advantages": "The algorithm decides whether a role computes them",
-    "agent.tool_parser": "The chat template shows it",
+    "agent.tool_parser": "The chat template determines it",
     **dict.fromkeys(("bus.lease_s", "bus.call_timeout_s"), f"{_FIXED}, at 600 s"),
     "bus.inline_bytes": f"{_FIXED}, at 64 KiB",
     "bus.max_row_bytes": f"{_FIXED}, at 256 MiB",
@@ -38,13 +38,13 @@ REMOVED = {
     "agent.grace_s": f"{_FIXED}, at 2 s",
     "endpoint.idle_s": "It is half of agent.timeout_s",
     "endpoint.max_body_mb": f"{_FIXED}, at 16 MB",
-    "endpoint.max_sessions": "agent.workers bounds the agents of Relax; others play as many as may be in flight",
+    "endpoint.max_sessions": "agent.workers bounds the agents of Relax; other agents may play all episodes in flight",
     "run.watch_after_s": "It is a fifth of run.stall_timeout_s",
     "run.watch_steps": f"{_FIXED}, at 20 steps",
     "notify.repeat_s": f"{_FIXED}, at an hour",
     "notify.restarts_per_hour": f"{_FIXED}, at 3",
     "notify.disk_gib": f"{_FIXED}, at 2 GiB",
-    **dict.fromkeys([f"reward.{part}_weight" for part in ("right", "form", "tool")], "Those of DeepEyes are fixed now"),
+    **dict.fromkeys([f"reward.{part}_weight" for part in ("right", "form", "tool")], "DeepEyes has fixed weights"),
     "reward.max_answer_chars": f"{_FIXED}, at 300",
     "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
     **{f"launcher.{option}": f'Use launcher.sbatch=["--{option}=..."]' for option in ("account", "qos", "constraint")},
@@ -59,13 +59,13 @@ REMOVED = {
     "launcher.ray_logical_cpus": f"{_FIXED}, at 16",
     "launcher.array_parallelism": f"{_FIXED}, at 16",
     "engine.autoscaler.min_count": "It is engine.count",
-    "engine.elastic.drain_timeout_s": f"{_FIXED}, at 30 s; an order may give another time",
+    "engine.elastic.drain_timeout_s": f"{_FIXED}, at 30 s; an order may set another time",
     "rollout.max_aborts": f"{_FIXED}, at 3",
     "modality.worker_timeout_s": f"{_FIXED}, at 120 s",
     "modality.worker_mb": f"{_FIXED}, at 4 GiB",
     **dict.fromkeys(("parallel.forward.cp", "parallel.forward.etp"), "Use parallel.forward.tp and ep"),
     "env.worker_memory_gib": f"{_FIXED}, at 2 GiB, unless the environment's own settings class has another value",
-    "env.prefix_tools": "A tool whose name several servers have is offered as SERVER_TOOL",
+    "env.prefix_tools": "If several servers have a tool of the same name, its name is SERVER_TOOL",
     "reward.require_think": "A response without </think> is wrong",
     **dict.fromkeys(("algo.skip_without_advantage", "algo.std_epsilon"), "It is fixed now"),
     "launcher.manifest": "Use launcher.dry_run=true",
@@ -81,21 +81,21 @@ REMOVED = {
     "run.async_save": "Checkpoints are always written in parallel to the steps",
     "run.show_samples": "The page shows the samples: relax dashboard",
     "rollout.quorum_grace_s": f"{_FIXED}, at 0 s",
-    "rollout.reward_concurrency": f"{_FIXED}, at 64; rollout.workers multiplies it",
+    "rollout.reward_concurrency": f"{_FIXED}, at 64; the total is this times rollout.workers",
     "rollout.max_failed_groups": "It is 4 * rollout.prompts_per_step; reward.max_failed=1 never ends the run",
 }
 
 
 @cache
 def section_types() -> dict[str, type]:
-    """Maps each root key that has a dataclass to that dataclass."""
+    """Maps each root key with a dataclass to the dataclass."""
     hints = typing.get_type_hints(RelaxConfig)
     return {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Returns every dotted key of the schema, without the settings of plug-ins."""
+    """Returns all dotted keys of the schema, without the settings of plug-ins."""
     keys: list[str] = []
     for root in dataclasses.fields(RelaxConfig):
         keys += section_keys(root.name) if root.name in section_types() else [root.name]
@@ -117,7 +117,7 @@ def _keys_below(key: str, section: type) -> Iterator[str]:
 
 @cache
 def launcher_keys() -> dict[str, tuple[str, ...]]:
-    """Maps each dotted key of `launcher` to the launchers that have it."""
+    """Maps each dotted key of `launcher` to the launchers that have the key."""
     found: dict[str, tuple[str, ...]] = {}
     for name, launcher in LAUNCHERS.items():
         for field in dataclasses.fields(launcher):
@@ -154,7 +154,7 @@ def _unknown_launcher_key(key: str) -> str:
     keys = launcher_keys()
     if key in keys:
         having = " and ".join(f"launcher={name}" for name in keys[key])
-        return f"{key} is a key of {having} only. Choose that, or drop it."
+        return f"{key} is a key of {having} only. Choose this launcher, or drop the key."
     if (here := synonym(key)) is not None:
         return f"{key} is not a key. {here}"
     if near := nearest(key, keys):
@@ -169,7 +169,7 @@ def _by_leaf(leaf: str) -> list[str]:
 
 
 def types_of(key: str) -> list[Any]:
-    """Returns the types of a dotted key in the schema: possibly several for a launcher key, none for an unknown key.
+    """Returns the types of a dotted key in the schema; a launcher key may have several, an unknown key has no type.
 
     Settings of plug-ins are not in the schema.
     """
@@ -181,20 +181,20 @@ def types_of(key: str) -> list[Any]:
 def type_below(root: Any, key: str) -> Any:
     """Returns the type of a dotted key below a type, or None.
 
-    A part of the key is a field of a dataclass, a key of a mapping, or any text for an item of a list.
+    A part of the key is a field of a dataclass, a key of a mapping, or, for a list item, any text.
     """
     for name in key.split(".") if key else ():
         root = without_null(root)
         if isinstance(root, type) and dataclasses.is_dataclass(root):
             root = typing.get_type_hints(root).get(name)
         else:
-            of = {dict: 1, list: 0}.get(typing.get_origin(root), -1)  # a value of a mapping, an item of a list
+            of = {dict: 1, list: 0}.get(typing.get_origin(root), -1)  # the value of a mapping or the item of a list
             root = typing.get_args(root)[of] if of >= 0 else None
     return root
 
 
 def without_null(kind: Any) -> Any:
-    """Returns T for the type T | None, and any other type unchanged."""
+    """Returns T for the type T | None; returns other types unchanged."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         left = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
         return left[0] if len(left) == 1 else kind

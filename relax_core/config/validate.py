@@ -1,8 +1,8 @@
-"""Validates a typed configuration: ranges, combinations and paths; checks that need no other part of Relax.
+"""Validates a typed configuration: ranges, combinations and paths. These checks need no other part of Relax.
 
-Each problem is one sentence with the key, the value and the fix. All problems are found at once. Values must not
-contain line breaks or direction characters, because they appear in batch scripts, logs and tables; only texts that a
-model, a plug-in or a user's program gets unchanged may contain them.
+Each problem is one sentence with the key, the value and the fix. All problems are reported together. Values appear in
+batch scripts, logs and tables, so they must not contain line breaks or direction characters. Only texts that a model, a
+plug-in or a user's program gets unchanged may contain these characters.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ _TEXTS = (
     *("rollout.stop", "data.chat_template_kwargs", "data.config", "agent.env", "agent.command", "launcher.env"),
     "tracker.sinks",
 )
-_PLUGINS = ("algo", "reward", "env")  # of these plug-ins' settings, only the name appears in files and tables
+_PLUGINS = ("algo", "reward", "env")  # files and tables show only the name of these plug-ins, no other settings
 _BEGINS_LINE = ("Cc", "Zl", "Zp", "Cs")
 _TURNS_TEXT = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def line_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields problems of values and names with control characters, of redacted secrets, and of agent.env."""
+    """Yields problems for values and names with control characters, for redacted secrets, and for agent.env."""
     values = plain(config, redact=False)
     yield from _below(values, "")
     for key in secret_leaves(values):
-        yield f"{key} is a secret of a saved configuration, which does not hold it. Add {key}=..."
+        yield f"{key} is a secret, and a saved configuration does not contain secrets. Add {key}=..."
     for name, value in config.agent.env.items():
-        if not isinstance(value, str):  # OmegaConf accepts a mapping
+        if not isinstance(value, str):  # OmegaConf accepts a mapping, too
             yield f"agent.env.{name}: expected text."
         elif not re.fullmatch(r"[^=\0\n\r]+", name) or "\0" in value:
-            yield f"agent.env has the variable {name!r}: no process can have it. Drop '=' and control characters."
+            yield f"agent.env has the variable {name!r}: it cannot be set. Drop '=' and control characters."
 
 
 def _below(values: Any, key: str) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _host_problems(key: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _no_autoscaler(config: RelaxConfig) -> str:
-    """Returns why the autoscaler cannot work in this run, or ""."""
+    """Returns the reason why the autoscaler cannot work in this run, or ""."""
     if config.gateway.name == "none":
         return "with gateway=none: it orders engines through the gateway's order book. Use gateway=local."
     if config.mode.name is ModeName.colocate:
@@ -143,7 +143,7 @@ def _no_autoscaler(config: RelaxConfig) -> str:
     if config.engine.urls:
         return "with engine.urls: the run starts no engines. Drop one of the two."
     if config.placement.gpus_per_node:
-        return "with engines on GPUs, which are placed at the start. Leave it off."
+        return "with engines on GPUs, because their placement is fixed at the start. Leave it off."
     return ""
 
 
@@ -163,23 +163,24 @@ _BUILT = {
 }
 PLANS = (False, True, "json")
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 1024  # limits of the engines
-EVAL_SOURCE = "eval"  # source of the records of evaluations
-_MAX_DIVISOR = 1024  # largest divisor in a message
+EVAL_SOURCE = "eval"  # the source name of evaluation records
+_MAX_DIVISOR = 1024  # largest divisor that a message names
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
-    """Returns all problems of the configuration, or none if it can run. ``checks`` are further checks."""
+    """Returns all problems of the configuration; empty if it can run. ``checks`` are further checks."""
     if problems := list(line_problems(config)):
         return problems
     if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
-    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
+    # The files of a Ray job are on the cluster, so this machine cannot check them.
+    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()
     return [problem for check in (range_problems, usual_problems, *_CHECKS, *here) for problem in check(config)]
 
 
 def _check_plan(config: RelaxConfig) -> Iterator[str]:
     if not config.name.strip():
-        yield f"name={config.name}: it is empty, and names the folder of the run. Give a name, or leave it out."
+        yield f"name={config.name}: it is empty, but the run's folder needs a name. Give a name, or leave it out."
     if config.plan not in PLANS:
         yield f"plan={config.plan}: expected true, json or false."
 
@@ -195,7 +196,7 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
     mode = config.mode
     if mode.name is ModeName.colocate and mode.max_staleness != 0:
         yield (
-            f"mode.max_staleness={mode.max_staleness} with mode=colocate: taking turns is strict on-policy. "
+            f"mode.max_staleness={mode.max_staleness} with mode=colocate: this mode is strictly on-policy. "
             "Drop mode.max_staleness, or choose mode=async."
         )
     if mode.name is ModeName.colocate and config.rollout.workers > 1:
@@ -252,7 +253,7 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_sinks(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of the tracker. Sinks are imported but not opened, because that may use the network."""
+    """Yields the problems of the tracker; sinks are imported but not opened, because opening may use the network."""
     key = "tracker.sinks"
     try:
         kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
@@ -356,7 +357,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         message = f"{', '.join(unread)} with data={data.name}, which is generated and has no columns or files."
         yield f"{message} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
     elif data.task is None and data.size:
-        yield f"data.size={data.size} with data={data.name}: a file has the rows that it has. Drop data.size."
+        yield f"data.size={data.size} with data={data.name}: a file has a fixed number of rows. Drop data.size."
     elif config.rollout.max_new_tokens == 1:
         yield "rollout.max_new_tokens=1 holds only the stop token. Use 8 or more."
 
@@ -369,9 +370,9 @@ def _is_day(text: str) -> bool:
 
 
 def _file_keys(config: RelaxConfig) -> list[str]:
-    """Returns KEY=VALUE of the file keys that the user set but that a generated task does not read."""
+    """Returns KEY=VALUE for each file key that the user set but that a generated task ignores."""
     data = config.data
-    if any(config.eval.sets.values()):  # their files have columns
+    if any(config.eval.sets.values()):  # the files of evaluation sets have columns
         return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
     unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None}
     keys = [f"data.{key}={value}" for key, usual in unset.items() if (value := getattr(data, key)) != usual]
@@ -425,7 +426,7 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
     if evaluation.samples > config.engine.max_running_samples:
         yield (
             f"eval.samples={evaluation.samples} is more than engine.max_running_samples="
-            f"{config.engine.max_running_samples}. Raise the latter."
+            f"{config.engine.max_running_samples}. Raise engine.max_running_samples."
         )
     if run.keep_best is not None and not evaluation.every:
         yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
@@ -460,7 +461,7 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
         )
     folder = Path(config.run.dir)
     for existing in (folder, *folder.parents):
-        # All checks use one descriptor, because another run may create or remove the file meanwhile.
+        # All checks use one file descriptor, because another run may create or remove the file in the meantime.
         try:
             descriptor = os.open(existing, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):

@@ -1,5 +1,5 @@
-"""The types and protocols that all packages of Relax share. They import nothing of Relax outside this folder.
+"""The types and protocols that all packages of Relax share. This package imports no other package of Relax.
 
 Start reading in `tree.py`, the token tree, then `bus.py`, `engine.py` and `train.py`. `algorithm.py`, `reward.py` and
-`env.py` are the contracts of plug-ins.
+`env.py` are contracts of plug-ins.
 """

@@ -1,9 +1,9 @@
 """The contract of an RL algorithm: one declarative SPEC and pure functions on flat token tensors.
 
 All per-token tensors are flat over the response tokens of a micro-batch, ``[tokens]``, float32. ``sample_ids``
-``[tokens]`` int64 maps each token to its sample in the micro-batch (0..num_samples-1), so an algorithm does not depend
-on packing, padding or layout. Losses are SUMS: the trainer adds them over all micro-batches and ranks and divides by
-one global denominator of the whole train step.
+``[tokens]`` int64 maps each token to its sample in the micro-batch (0..num_samples-1). So an algorithm does not depend
+on packing, padding or parallel layout. Losses are SUMS: the trainer adds the losses of all micro-batches and ranks and
+divides the total by one global denominator of the whole train step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ ServedBy = Literal["forward", "engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRequirements:
-    """Holds the teachers that a distillation needs.
+    """Describes the teachers that a distillation needs.
 
-    ``models`` maps a name to a Hugging Face folder or to the name of a built-in model. ``key`` is the data column that
-    names a prompt's teacher; it is empty if there is one teacher. ``top_k`` is the number of the teacher's most likely
-    tokens whose log-probs the loss needs in addition to the sampled token's; 0 means none. ``served_by`` says whether a
-    forward pass of the training back end or an engine computes them.
+    ``models`` maps a name to a Hugging Face folder or to the name of a built-in model. ``key`` is the data column with
+    the name of a prompt's teacher; ``key`` is empty if there is one teacher. ``top_k``: the loss needs the log-probs of
+    the teacher's ``top_k`` most likely tokens in addition to the sampled token's log-prob; with 0 the loss needs only
+    the sampled token's log-prob. ``served_by`` says where the teacher's log-probs are computed: in a forward pass of
+    the training back end, or in an engine.
     """
 
     models: Mapping[str, str]
@@ -37,14 +38,15 @@ class TeacherRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Holds the roles and columns that an algorithm needs with its current settings.
+    """Lists the roles and columns that an algorithm needs with its current settings.
 
-    ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: for an
-    algorithm with ``normalize``, whether that function needs all groups of a train step with these settings.
+    ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: the
+    algorithm's function ``normalize``, if it exists, needs all groups of a train step with these settings.
     ``rollout_logprobs``: the advantages need the engine's log-probs in addition to the old log-probs. ``turns``: the
-    advantages need the turns of the group's episodes. ``state_keys``: they also compare turns that begin in equal
-    states, so the run needs an env whose SPEC has ``state_keys``. ``every_token``: False promises that a token with
-    advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip it.
+    advantages need the turns of the group's episodes. ``state_keys``: the advantages also compare turns that begin in
+    equal states, so the run needs an env with ``state_keys`` in its SPEC. ``every_token``: False promises that a token
+    with advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip this
+    token.
     """
 
     old_logprobs: OldLogprobs
@@ -60,22 +62,22 @@ class Requirements:
 
     @property
     def needs_turns(self) -> bool:
-        """Returns whether the advantages need the turns of the group's episodes, with or without their states."""
+        """Returns whether the advantages need the turns of the group's episodes, with or without the turns' states."""
         return self.turns or self.state_keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTurns:
-    """Holds the turns of a group's samples, sample by sample, in order of time.
+    """Holds the turns of a group's samples: sample by sample, and in temporal order within a sample.
 
-    ``rewards`` are the env's rewards of the turns, 0 for turns without a reward. The difference between a sample's
-    reward and the sum of its turn rewards is added to its last turn, so that a sample's turns add up to its reward.
-    ``state_keys`` identifies the state in which each turn began; an entry is None if the env returned no key, for
-    example if the response was cut at a token limit and so never reached the env.
+    ``rewards``: the env's reward of each turn, 0 for a turn without a reward. The difference between a sample's reward
+    and the sum of its turn rewards is added to the sample's last turn, so the turn rewards of a sample add up to the
+    sample's reward. ``state_keys``: a key of the state at the start of each turn. An entry is None if the env returned
+    no key, for example because the response was cut at a token limit and the env did not get it.
     """
 
-    of_tokens: Tensor  # [tokens] int64, the turn of each token, ascending
-    samples: Tensor  # [turns] int64, the sample of each turn
+    of_tokens: Tensor  # [tokens] int64, the turn index of each token, ascending
+    samples: Tensor  # [turns] int64, the sample index of each turn
     rewards: Tensor  # [turns] float64, so that sums of equal rewards are equal
     state_keys: Sequence[str | None]  # [turns]
 
@@ -84,13 +86,13 @@ class GroupTurns:
 class AdvantageInputs:
     """Holds the inputs of one whole group. Log-prob tensors are None unless `Requirements` requests them.
 
-    A sample is an episode with all its turns and segments; its tokens are in sampling order. ``old_logprobs`` are those
-    of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose tokens are all masked has
-    a reward too, because it counts in the group's baseline.
+    A sample is an episode with all its turns and segments; its tokens are in sampling order. ``old_logprobs`` are the
+    same as in `LossInputs`; if a reference is required, they may be the log-probs that the engine reported. A sample
+    with only masked tokens has a reward too, because its reward is part of the group's baseline.
     """
 
-    rewards: Tensor  # [samples] float32, or float64 if float32 cannot hold their differences
-    lengths: Tensor  # [samples] int64, response tokens
+    rewards: Tensor  # [samples] float32, or float64 if float32 would lose the differences between rewards
+    lengths: Tensor  # [samples] int64, number of response tokens
     loss_mask: Tensor  # [tokens] bool
     sample_ids: Tensor  # [tokens] int64
     old_logprobs: Tensor | None = None
@@ -108,13 +110,13 @@ class LossInputs:
     ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. The last five are
     None unless `Requirements` requests them. ``top`` in a name refers to the teacher's top-k tokens at each position.
 
-    All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
-    min_p kept when the token was sampled, without the banned ones. If fewer than ``top_k`` were kept, the rest of both
-    ``top`` tensors is `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
+    All log-probs and the entropy of a token are computed over the same candidate tokens: the tokens that top_k, top_p
+    and min_p kept when the token was sampled, without the banned tokens. If fewer than ``top_k`` candidates were kept,
+    the remaining entries of the two ``top`` tensors are `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
     """
 
     logprobs: Tensor  # [tokens], of the current weights
-    old_logprobs: Tensor  # [tokens], the proximal policy's
+    old_logprobs: Tensor  # [tokens], of the proximal policy
     rollout_logprobs: Tensor  # [tokens], of the engine's sampling distribution
     advantages: Tensor  # [tokens]
     loss_mask: Tensor  # [tokens] bool
@@ -124,15 +126,15 @@ class LossInputs:
     teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
     entropy: Tensor | None = None  # [tokens], nats, of the current weights
     teacher_top_logprobs: Tensor | None = None  # [tokens, top_k]
-    top_logprobs: Tensor | None = None  # [tokens, top_k], of the current weights at the teacher's tokens
+    top_logprobs: Tensor | None = None  # [tokens, top_k], of the current weights for the teacher's top-k tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs:
     """Holds the critic's inputs of one micro-batch.
 
-    ``values`` carries the gradient. ``returns`` are the targets. ``old_values`` are the critic's values that the
-    advantages were computed from.
+    ``values`` carries the gradient. ``returns`` are the critic's targets. ``old_values`` are the critic's values that
+    entered the advantages.
     """
 
     values: Tensor  # [tokens]
@@ -147,9 +149,9 @@ class ValueInputs:
 class LossOutputs:
     """Holds the result of a loss on one micro-batch.
 
-    ``loss_sum`` is the numerator, a scalar. ``metric_sums`` maps a name to (sum, count) scalars; the trainer adds them
-    over micro-batches and ranks and reports sum / count. ``per_token`` ``[tokens]`` holds the aggregated values,
-    detached, for comparisons of implementations.
+    ``loss_sum`` is the numerator of the loss, a scalar. ``metric_sums`` maps a metric's name to the scalars (sum,
+    count); the trainer adds sums and counts over micro-batches and ranks and reports sum / count. ``per_token``
+    ``[tokens]`` is each token's loss before the aggregation, detached, to compare implementations.
     """
 
     loss_sum: Tensor
@@ -159,7 +161,7 @@ class LossOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Counts over the whole train step and all ranks. ``tokens`` counts only the trained (unmasked) tokens."""
+    """Holds counts over the whole train step and all ranks. ``tokens`` counts only the trained (unmasked) tokens."""
 
     tokens: int
     samples: int
@@ -170,10 +172,10 @@ class StepTotals:
 class AlgorithmConfig:
     """Holds the settings that all algorithms share.
 
-    ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of mini-batches, with one
-    optimizer update each, into which a train step's groups are split. ``epochs`` is the number of passes over these
-    mini-batches. ``routing_replay``: the trainer's mixture of experts routes each token to the same experts as the
-    engine did (R3, arXiv 2510.11370).
+    ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of mini-batches of a train
+    step; the trainer splits the step's groups into mini-batches and makes one optimizer update for each. ``epochs`` is
+    the number of passes over these mini-batches. ``routing_replay``: the trainer's mixture of experts routes each token
+    to the experts that the engine chose (R3, arXiv 2510.11370).
     """
 
     name: str
@@ -187,20 +189,21 @@ class AlgorithmConfig:
 class AlgorithmSpec:
     """Describes one algorithm. Every function gets the settings, an instance of ``config``, as its last argument.
 
-    - ``config`` is a dataclass under `AlgorithmConfig`.
+    - ``config`` is a subclass of `AlgorithmConfig`, a dataclass.
     - ``check`` raises ValueError (key, value, fix) for invalid combinations of settings.
     - ``advantages`` returns ``[tokens]`` float32.
     - ``denominator`` computes the loss's denominator from the step's global counts.
-    - ``normalize`` is for advantages that need statistics over several groups. It gets the advantages of as many groups
-      as a train step has, ``[tokens]`` each, and their inputs, and returns the advantages to train with. It is not
+    - ``normalize`` is for advantages that need statistics over several groups. Its arguments are the advantages
+      (``[tokens]``) and the inputs of each group of one train step. It returns the advantages to train with. It is not
       called if `Requirements.whole_step` is False.
-    - ``drop_group`` may refuse a complete group before it enters the bus; the next prompt replaces it. It gets the
-      rewards of the group's samples (for a combined reward, those of its first part) and the number of groups that were
-      refused since the last accepted group. It returns the reason for the ledger, or None to keep the group.
-    - ``value_loss`` is the critic's loss, for an algorithm that needs a critic; its denominator is the policy's. The
-      critic learns the returns ``[tokens]``.
-    - ``returns`` computes them from a group and its advantages before ``normalize``. Without it, the returns are these
-      advantages plus the values.
+    - ``drop_group`` may refuse a complete group before the group enters the bus; the rollout then plays the next
+      prompt. The arguments of ``drop_group`` are the rewards of the group's samples (for a combined reward, the rewards
+      of its first part) and the number of groups that were refused since the last accepted group. It returns the reason
+      for the ledger, or None to keep the group.
+    - ``value_loss`` is the critic's loss, for an algorithm that needs a critic. The trainer divides the critic's loss
+      by the denominator of the policy's loss. The critic learns the returns ``[tokens]``.
+    - ``returns`` computes the returns of a group from its inputs and its advantages before ``normalize``. Without this
+      function the returns are these advantages plus the values.
     """
 
     name: str

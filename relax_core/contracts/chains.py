@@ -1,6 +1,6 @@
-"""The chains of a token tree: maximal sequences of rows in which each row after the first is its parent's only child.
+"""Finds the chains of a token tree. A chain is a maximal sequence of rows without a fork between its rows.
 
-A tree has far fewer chains than rows, so paths and positions are computed on chains.
+A tree has far fewer chains than rows, so computing paths and positions on chains is faster.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Chains(NamedTuple):
 
     In a chain, each row after the first is the only child of the previous row.
 
-    A chain has the rows ``start`` to ``stop`` (exclusive). ``end`` is the row after its subtree. ``parent`` is the
-    chain whose last row is the parent of this chain's first row, -1 at a root. ``depth`` is the position of its first
-    row in that row's path.
+    A chain has the rows ``start`` to ``stop`` (exclusive). ``end`` is the row after the chain's subtree. ``parent`` is
+    the index of the parent chain, -1 at a root; the last row of the parent chain is the parent of this chain's first
+    row. ``depth`` is the position of the chain's first row in the path from the root.
     """
 
     start: np.ndarray
@@ -28,11 +28,11 @@ class Chains(NamedTuple):
     depth: np.ndarray
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the chain of each row, int64."""
+        """Returns the index of each row's chain, int64 ``[rows]``."""
         return np.searchsorted(self.start, rows, side="right") - 1
 
     def positions(self) -> np.ndarray:
-        """Returns the position of each row in its own path, int64 ``[rows]``."""
+        """Returns the position of each row in the row's path, int64 ``[rows]``."""
         sizes = self.stop - self.start
         return np.arange(int(sizes.sum())) + np.repeat(self.depth - self.start, sizes)
 
@@ -44,7 +44,7 @@ class Chains(NamedTuple):
 
 
 def chains_of(end: np.ndarray) -> Chains:
-    """Returns the chains of a forest whose ``end`` is ``[rows]``, with at least one row.
+    """Returns the chains of a forest from its array ``end``, ``[rows]`` with at least one row.
 
     Raises ValueError if the subtrees do not nest.
     """
@@ -68,7 +68,7 @@ def chains_of(end: np.ndarray) -> Chains:
 
 
 def concatenate_chains(forests: Sequence[Chains]) -> Chains:
-    """Concatenates the chains of forests whose rows are concatenated."""
+    """Concatenates the chains of several forests, for a concatenation of the forests' rows."""
     if len(forests) == 1:
         return forests[0]
     rows = np.cumsum([0, *(runs.stop[-1] for runs in forests[:-1])])
@@ -83,10 +83,10 @@ def concatenate_chains(forests: Sequence[Chains]) -> Chains:
 def rows_of_episodes(
     runs: Chains, leaves: Sequence[Sequence[int]], wanted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the selected rows on the paths of each episode; ``wanted`` (bool ``[rows]``) selects rows.
+    """Returns the rows on the paths of each episode that ``wanted`` (bool ``[rows]``) selects.
 
-    ``leaves`` has one or more leaves for each episode. The result is (episode numbers, rows), int64, episode by
-    episode, rows ascending, each row once for each episode.
+    ``leaves`` has one or more leaves for each episode. The result is (episode numbers, rows), both int64, episode by
+    episode and with ascending rows. A row appears once for each episode that contains it.
     """
     several = any(len(own) > 1 for own in leaves)
     row = np.array([leaf for own in leaves for leaf in own], dtype=np.int64)

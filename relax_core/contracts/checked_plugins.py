@@ -1,6 +1,6 @@
-"""Wraps plug-ins so that their results are checked; `relax_core.registry` returns only wrapped plug-ins.
+"""Wraps plug-ins and checks their results. `relax_core.registry` returns only wrapped plug-ins.
 
-A result that contradicts the contract raises `WrongResult`, which names the plug-in, its file, the result and the
+A result that contradicts the contract raises `WrongResult`. The error names the plug-in, its file, the result and the
 expected result.
 """
 
@@ -57,14 +57,15 @@ A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None i
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
-    """Returns the reward with a function that returns a `RewardOutput` for each answer.
+    """Returns the reward with a wrapped function, which returns a `RewardOutput` for each answer.
 
-    The function is async if the reward's function is async. A plain number becomes the reward, and the answer is exact
-    if the number is 1 (or True). If the reward or a part is NaN, infinite or too large (`too_large`), there is no
-    reward, and the reason says so. Texts are shortened and cleaned (`clean_text`). The function raises `WrongResult`
-    for other results, and for a ``score_group`` whose list is not as long as the group.
+    The wrapped function is async if the reward's function is async. A plain number becomes the reward, and the answer
+    is exact if the number is 1 (or True). If the reward or a part is NaN, infinite or too large (`too_large`),
+    ``reward`` becomes None and ``reason`` says why. Texts are shortened and cleaned (`clean_text`). The wrapped
+    function raises `WrongResult` for any other result, and if ``score_group`` returns a list with another length than
+    the group.
 
-    Each call gets its own copy of the data row and messages (`copy_containers`).
+    Each call gets a separate copy of the data row and messages (`copy_containers`).
     """
     if (check_row := spec.check_row) is not None:
         spec = replace(spec, check_row=lambda row, config: check_row(copy_containers(row), config))
@@ -76,8 +77,8 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
 
 
 def _own_input(given: RewardInput) -> RewardInput:
-    """Returns an input of the same class with copies of its lists and mappings."""
-    made = copy(given)  # `replace` would leave out the judges, which are not a field
+    """Returns the input with copies of its lists and mappings, in the same class."""
+    made = copy(given)  # `replace` would omit the judges, because they are not a field
     for name in ("row", "messages", "turns", "turn_rewards"):
         object.__setattr__(made, name, copy_containers(getattr(given, name)))
     return made
@@ -171,7 +172,10 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
 
 
 def _finite(output: RewardOutput, name: str, *, came: object) -> RewardOutput:
-    """Returns the output, or an output without a reward and with the reason; ``came`` is the function's own reward."""
+    """Returns the output, without reward if a number is not finite.
+
+    ``came`` is the reward that the plug-in returned.
+    """
     metrics = {"reward": output.reward, **(output.parts or {})}
     for what, value in metrics.items():
         if value is not None and (why := too_large(value)) is not None:
@@ -183,8 +187,8 @@ def _finite(output: RewardOutput, name: str, *, came: object) -> RewardOutput:
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
     """Returns the algorithm with functions that raise `WrongResult` for a tensor of a wrong shape.
 
-    They also raise it for advantages and returns that are not finite. The trainer reports a loss that is not finite,
-    with its step.
+    The functions also raise `WrongResult` for advantages and returns that are not finite. A loss that is not finite is
+    reported by the trainer, with the train step.
     """
     changes: dict[str, Any] = {
         "advantages": _checked_advantages(spec),
@@ -205,7 +209,7 @@ def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
 def _per_token(came: Any, tokens: int, source: PluginFunction, *, what: str = "") -> Any:
     import torch
 
-    wanted = f"a finite float tensor of shape [{tokens}], one value a token"
+    wanted = f"a finite float tensor of shape [{tokens}], one value for each token"
     if not isinstance(came, torch.Tensor) or list(came.shape) != [tokens] or not came.is_floating_point():
         raise source.wrong_tensor(came, wanted, what=what)
     finite = torch.isfinite(came.float())  # the columns are float32, and a float64 value may overflow
@@ -233,7 +237,7 @@ def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[...
     def checked(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: Any) -> list[Tensor]:
         came = normalize(advantages, inputs, config)
         if not isinstance(came, list | tuple) or len(came) != len(inputs):
-            raise source.wrong(came, f"a list of {len(inputs)} tensors, one a group")
+            raise source.wrong(came, f"a list of {len(inputs)} tensors, one for each group")
         groups = enumerate(zip(came, inputs, strict=True))
         return [_per_token(values, len(group.loss_mask), source, what=f"group {k}") for k, (values, group) in groups]
 
@@ -286,7 +290,7 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
 
 
 def checked_sink(spec: SinkSpec) -> SinkSpec:
-    """Returns the metrics sink with an ``open`` that raises `WrongResult` if the result is no sink."""
+    """Returns the metrics sink with an ``open`` that raises `WrongResult` for a result that is no sink."""
     function = PluginFunction("metrics sink", spec.name, spec.open)
 
     def checked_open(start: SinkStart, config: Any) -> BaseSink:
@@ -315,7 +319,7 @@ def checked_data_source(spec: DataSourceSpec) -> DataSourceSpec:
 
 
 class _CheckedDataSource(BaseDataSource):
-    """An open data source with checked results."""
+    """Wraps an open data source and checks its results."""
 
     def __init__(self, rows: BaseDataSource, name: str) -> None:
         self._rows = rows
@@ -370,11 +374,11 @@ PARTS = (
 def checked_env(spec: EnvSpec) -> EnvSpec:
     """Returns the env with functions that raise `WrongResult` for a wrong conversation or `StepResult`.
 
-    They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply; this ends
-    only the episode. Texts have no halves of surrogate pairs.
+    The functions raise ValueError for a reward that is not finite or too large, and for messages that are nested too
+    deeply; the error ends only the episode. Halves of surrogate pairs in texts are replaced.
 
-    Each call gets its own copy of the data row (`copy_containers`). Its ``tools`` returns only JSON schemas, and raises
-    `WrongResult` for a tool that is neither a schema nor a typed function, and for two tools with the same name.
+    Each call gets a separate copy of the data row (`copy_containers`). The checked ``tools`` returns JSON schemas. It
+    raises `WrongResult` for a tool that is neither a schema nor a typed function, and for two tools with the same name.
     """
     if spec.messages is not None:
         given_messages = spec.messages
@@ -383,7 +387,7 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
             spec, messages=lambda row, config: _conversation(given_messages(copy_containers(row), config), source)
         )
     if spec.open is None:
-        return spec  # a program plays the episodes, so there are no results to check
+        return spec  # an agent program plays the episodes, so the env returns no results to check
     given_open = spec.open
     source = PluginFunction("env", spec.name, given_open)
 
@@ -414,7 +418,7 @@ def _checked_tools(spec: EnvSpec) -> Callable[[Mapping[str, Any], Any], list[Too
 
 
 class _CheckedInteraction(BaseInteractionEnv):
-    """An episode's env with checked results. Its methods are async if the env's methods are."""
+    """Wraps an episode's env and checks its results. A method is async if the env's method is async."""
 
     def __init__(self, env: BaseInteractionEnv, spec: EnvSpec) -> None:
         def source(method: Callable[..., Any]) -> PluginFunction:
@@ -434,7 +438,7 @@ class _CheckedInteraction(BaseInteractionEnv):
 
 
 def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns ``function`` with a check of its result; it is async if ``function`` is."""
+    """Returns a function that calls ``function`` and checks the result; it is async if ``function`` is async."""
     function = contained(function)
     if not is_async(function):
         return lambda *given: check(function(*given))

@@ -1,9 +1,10 @@
-"""Starts child processes, exchanges messages with them under deadlines, and ends them and all their children.
+"""Starts child processes, exchanges messages with them under deadlines, and ends each child with all its descendants.
 
-A `Child` is one process. A `WorkerProcess` answers requests and is replaced when it is lost; `OwnerPipe` is the
-worker's end of the connection. Three kinds of processes start elsewhere: forks that share a process's memory (the
-controller, the calls of rewards, Ray's workers); the code sandbox, which imports nothing of Relax; and the shell that
-removes a host's media files after the exit of their owner and so must outlive it (`bus/media_storage.py`).
+A `Child` is one process. A `WorkerProcess` runs a child that answers requests, and replaces a lost child. `OwnerPipe`
+is the worker's end of the connection. The owner of a child is the process that started it. Three kinds of processes are
+started by other modules: forks that share a process's memory (the controller, the calls of rewards, Ray's workers); the
+code sandbox, which imports nothing of Relax; and the shell that removes a host's media files after the exit of the
+process that owns them (`bus/media_storage.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ _NO_CAUSE = re.compile(r"\s|Traceback \(most recent call last\)|\^+$|During hand
 _END_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 _CLOSED_S = 10.0  # limit for the exit of a process that closed its pipe
 _START_S = 120.0  # limit for the first reply of a worker
-_CPU_GRACE_S = 1.0  # lets the owner kill a slow worker first; the timer is for a worker without an owner
-_HEADER_BYTES = 4  # of a message: its length in bytes, big-endian
+_CPU_GRACE_S = 1.0  # the owner kills a slow worker before this time; the timer ends a worker without an owner
+_HEADER_BYTES = 4  # header of a message: its length in bytes, big-endian
 _READ_BYTES = 1 << 16
-_SIGNAL_EXIT = 128  # bubblewrap exits with this and the number of the signal that ended the process
+_SIGNAL_EXIT = 128  # bubblewrap's exit code is this plus the number of the signal that ended the process
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# OpenMP's threads spin for about 30 µs before they sleep. If they sleep at once, a norm of 128 rows on two threads
-# takes 0.4 ms instead of 0.05 ms; with OpenMP's default they occupy cores for milliseconds that another process needs.
+# With this setting OpenMP's threads spin for about 30 µs before they sleep. Without spinning, a norm of 128 rows on two
+# threads takes 0.4 ms, not 0.05 ms. With OpenMP's default they spin for milliseconds on cores that other processes
+# need.
 OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
-# Replaces itself with the program, which gets the signal when the thread that started it ends, even by a kill. Python
-# ignores SIGPIPE; the program must not inherit this.
+# This script replaces itself with the program. The program gets the signal when the thread that started it ends, even
+# by a kill. Python ignores SIGPIPE, and the program must not inherit this setting.
 _WITH_PARENT = """import ctypes, os, signal, sys
 number, parent, ignored = sys.argv[1:4]
 ctypes.CDLL(None).prctl(1, int(number))
@@ -68,16 +70,17 @@ class Sandbox(Protocol):
     """Declares a sandbox for child processes."""
 
     def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
-        """Returns the command's prefix, and a descriptor for the process to inherit, which ``stack`` closes at its end.
+        """Returns the command's prefix and a descriptor that the process inherits; ``stack`` closes the descriptor.
 
         ``variables`` are added to the environment of the sandbox.
         """
 
 
 class ChildLost(Exception):
-    """The process exited, or did not answer before the deadline; the text says which.
+    """The process exited, or did not answer before the deadline; the text says which of the two.
 
-    ``late`` is True if it did not answer. ``code`` is its exit code, negative for a signal and None while it runs.
+    ``late`` is True if the process did not answer. ``code`` is its exit code, negative for a signal and None while the
+    process runs.
     """
 
     def __init__(self, text: str, *, late: bool = False, code: int | None = None) -> None:
@@ -87,14 +90,15 @@ class ChildLost(Exception):
 
 
 class Child:
-    """Runs one child process in its own session, so that a Ctrl-C in the terminal reaches only its owner.
+    """Runs one child process in a separate session, so a Ctrl-C in the terminal signals only the owner.
 
-    End of file on its stdin means that its owner has ended. ``log``, a path or a descriptor, gets its stderr, and also
-    its stdout if ``stdout`` is None; without a log, this process's stderr gets them. ``environment`` replaces this
-    process's environment; in a ``sandbox`` it is added to the sandbox's environment. The signals ``blocked`` are
-    blocked in the process. With ``with_parent`` the process gets that signal when the thread that starts it ends, even
-    by a kill, and it ignores the signals ``ignored``. Its first answer must come within ``start``. Raises OSError if
-    the command cannot be executed, and errors of the sandbox.
+    End of file on the child's stdin means that the owner has ended. ``log``, a path or a descriptor, gets the child's
+    stderr, and also its stdout if ``stdout`` is None. Without a log, the output goes to this process's stderr.
+    ``environment`` replaces this process's environment; with ``sandbox`` it is added to the sandbox's environment.
+    ``blocked`` lists the signals that are blocked in the child. ``with_parent`` is a signal that the child gets when
+    the thread that started it ends, even by a kill; the child then ignores the signals ``ignored``. ``start`` limits
+    the time until the child's first answer. Raises OSError if the command cannot be executed, and errors of the
+    sandbox.
     """
 
     def __init__(
@@ -187,7 +191,7 @@ class Child:
         return self.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process only, unless it has ended."""
+        """Sends a signal to the process, but not to its children, if the process has not ended."""
         self._process.send_signal(number)
 
     # -- Messages -----------------------------------------------------------------------------------------------------
@@ -214,9 +218,9 @@ class Child:
         return self._frame(limit, ends=time.monotonic() + limit.seconds)
 
     def first_line(self, *, wait_s: float | None = None) -> bytes | None:
-        """Returns the next line that the process writes during its start. Raises `ChildLost` with the process's name.
+        """Returns the next line that the process writes during its start. Raises `ChildLost`, which names the process.
 
-        Returns None if there is no line after ``wait_s`` seconds and the start's limit has not passed.
+        Returns None if no line arrives within ``wait_s`` seconds and the start's limit has not passed.
         """
         ends = self._start_ends if wait_s is None else min(self._start_ends, time.monotonic() + wait_s)
         try:
@@ -285,10 +289,10 @@ class Child:
 
     # -- The end ------------------------------------------------------------------------------------------------------
     def end(self, *, grace_s: float) -> bool:
-        """Closes the process's stdin, so that it ends, and kills its process tree after ``grace_s`` seconds.
+        """Closes stdin, which tells the process to end, and kills its process tree after ``grace_s`` seconds.
 
-        If ``grace_s`` is 0, kills it at once. Returns whether it ended by itself. Call it also for a process that has
-        ended.
+        If ``grace_s`` is 0, kills the process at once. Returns whether the process ended by itself. Call this method
+        also for a process that has ended.
         """
         if grace_s:
             self.close_stdin()
@@ -298,9 +302,9 @@ class Child:
         return by_itself
 
     def kill(self) -> None:
-        """Kills the process and all its children; a call in another thread that waits for it then fails.
+        """Kills the process and all its children; a call that waits for it in another thread then fails.
 
-        If the process has ended already, kills the children that stayed in its process group.
+        If the process has ended already, kills the remaining children in its process group.
         """
         if self._process.poll() is None:
             from relax_core.contracts.process_trees import kill_trees
@@ -310,10 +314,10 @@ class Child:
         self._process.wait(_END_S)
 
     def _end_group(self) -> None:
-        """Kills the process group once: later its id may belong to another group."""
+        """Kills the process group, but only once, because later its id may belong to another group."""
         if not self._group_ended:
             self._group_ended = True
-            with suppress(ProcessLookupError):  # the group has no process any more
+            with suppress(ProcessLookupError):  # all processes of the group have ended
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close_stdin(self) -> None:
@@ -332,12 +336,12 @@ class Child:
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """Returns the thread that starts all sandboxes: the kernel ends a sandbox when the thread that started it ends."""
+    """Returns the thread that starts all sandboxes; the kernel ends a sandbox together with this thread."""
     return ThreadPoolExecutor(1, thread_name_prefix="start of sandboxes")
 
 
 def end_starter() -> None:
-    """Ends the thread that starts sandboxes, and so all running sandboxes; a later sandbox starts a new thread."""
+    """Ends the thread that starts sandboxes, and thereby all running sandboxes. A later sandbox starts a new thread."""
     if _starter.cache_info().currsize:
         _starter().shutdown(wait=True)
         _starter.cache_clear()
@@ -353,9 +357,9 @@ class Ready(msgspec.Struct, frozen=True):
 class WorkerProcess:
     """Runs a child process that answers requests with plug-in or user code, and replaces it if it hangs or dies.
 
-    ``command`` is a module of Relax and its arguments. ``settings`` is the first message, which the process answers
-    with `Ready`. After that it answers each request with one message. ``name`` is the prefix of errors. ``log`` and
-    ``sandbox`` are those of `Child`.
+    ``command`` is a module of Relax and its arguments. ``settings`` is the first message; the process answers this
+    message with `Ready`. After that the process answers each request with one message. ``name`` is the prefix of
+    errors. ``log`` and ``sandbox`` are the parameters of `Child`.
     """
 
     def __init__(
@@ -372,7 +376,7 @@ class WorkerProcess:
         self._settings = settings
         self._name = name
         self._log = log
-        self._lock = threading.Lock()  # serialises a restart and `stop`
+        self._lock = threading.Lock()  # excludes a restart during `stop`
         self._stopped = False
         self._child = self._start()
         self._ready = False
@@ -385,7 +389,7 @@ class WorkerProcess:
     def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
         """Sends a message and the raw bytes ``content``, and returns the answer, within ``limit_s`` seconds.
 
-        Must be called by one thread at a time. If the process hangs or dies, starts a new process and raises
+        Only one thread at a time may call this method. If the process hangs or dies, starts a new process and raises
         `ChildLost`. Raises RuntimeError if the process cannot start or `stop` was called.
         """
         self._wait_ready()
@@ -445,9 +449,9 @@ class WorkerProcess:
 
 
 class LimitedLog:
-    """Copies the output written to ``descriptor`` to a file, up to ``max_bytes``, and drops the rest.
+    """Copies output written to ``descriptor`` into a file, up to ``max_bytes``, and drops all further output.
 
-    So a process with endless output neither waits for a reader nor fills the disk. Without a ``path`` all output is
+    So a process with endless output never waits for a reader and never fills the disk. Without a ``path`` all output is
     dropped.
     """
 
@@ -477,26 +481,26 @@ class LimitedLog:
 
 # -- In the child -----------------------------------------------------------------------------------------------------
 class OwnerPipe:
-    """Connects a worker to its owner. A process creates one connection, before it imports foreign code.
+    """Connects a worker to its owner. A worker creates one connection, before it imports plug-in or user code.
 
-    The process and its process group always end with the owner: a thread waits for the end of stdin. If library code
-    never releases the interpreter lock, the kernel's CPU timer ends the process (`cpu_limit`).
+    The worker and its process group always end with the owner, because a thread waits for the end of stdin. If library
+    code never releases the interpreter lock, the kernel's CPU timer ends the worker (`cpu_limit`).
     """
 
     def __init__(self) -> None:
         ignore_stop_signals()
         self._requests = sys.stdin.buffer
         self._answers = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)  # the output of a library must not mix with the answers
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the log is read while the run goes on
+        os.dup2(2, 1)  # output of a library must not appear among the answers
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the log is read during the run
         threading.Thread(target=_exit_with_owner, daemon=True).start()
 
     def read(self) -> bytes:
-        """Returns the content of the next message; ends the process if there is none."""
+        """Returns the content of the next message; ends the process if stdin has ended."""
         return self.read_bytes(int.from_bytes(self.read_bytes(_HEADER_BYTES), "big"))
 
     def read_bytes(self, count: int) -> bytes:
-        """Returns the next ``count`` bytes; ends the process if there are fewer."""
+        """Returns the next ``count`` bytes; ends the process if stdin ends before."""
         received = self._requests.read(count)
         if len(received) < count:
             _end_with_group()
@@ -509,7 +513,7 @@ class OwnerPipe:
             rest = rest[self._answers.write(rest) :]
 
     def leave(self) -> None:
-        """Closes the connection in this process, a child of the worker that does not answer requests."""
+        """Closes the connection in a child of the worker, which does not answer requests."""
         self._answers.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -534,8 +538,8 @@ def _exit_with_owner() -> None:
 
 
 def _end_with_group() -> NoReturn:
-    """Ends the process and the children in its group; the main thread and the waiting thread may both call it."""
-    if os.getpgrp() == os.getpid():  # a `Child` leads a process group that contains its own children
+    """Ends the process and the children in its group. Any thread may call this function."""
+    if os.getpgrp() == os.getpid():  # a `Child` leads a process group that contains its children
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
@@ -550,7 +554,7 @@ def to_frame(message: Any) -> bytes:
 def ends_with_parent(
     command: Sequence[str], number: signal.Signals, *, ignored: Collection[signal.Signals] = ()
 ) -> list[str]:
-    """Returns the command that runs a program so that it gets signal ``number`` when the thread that starts it ends."""
+    """Returns a command that runs a program and sends it signal ``number`` when the thread that started it ends."""
     words = [str(int(number)), str(os.getpid()), " ".join(str(int(signum)) for signum in ignored)]
     return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, *words, *command]
 
@@ -558,8 +562,8 @@ def ends_with_parent(
 def module_command(module: str, *words: str) -> list[str]:
     """Returns the command line that runs a module of Relax.
 
-    The working folder is last in the module search path (`relax_core`), so that a user's types.py does not shadow
-    Python's module. It is first only if it is a checkout of Relax that is not installed.
+    The working folder is last in the module search path (`relax_core`), so a user's types.py does not replace Python's
+    module. It is first only if it is a checkout of Relax and Relax is not installed.
     """
     by_folder = os.getcwd() == _ROOT and not sys.flags.safe_path
     safe = ["-P"] if sys.path.count(_ROOT) > by_folder else []
@@ -573,9 +577,9 @@ def import_path() -> str:
 
 
 def cause_in(output: str | bytes) -> str:
-    """Returns the line of a process's output that contains the cause of its failure; empty if there is no output.
+    """Returns the line of a process's output that states why the process failed; empty if there is no output.
 
-    That is the last line, or the error line of a traceback at the end.
+    If the output ends with a traceback, this is the traceback's error line; otherwise it is the last line.
     """
     text = output.decode(errors="replace") if isinstance(output, bytes) else output
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
@@ -583,7 +587,7 @@ def cause_in(output: str | bytes) -> str:
 
 
 def cause_in_log(log: Path, *, after: int = 0) -> str:
-    """Returns `cause_in` of a log after its first ``after`` bytes; empty if the log does not exist."""
+    """Returns `cause_in` of a log without its first ``after`` bytes; empty if the log does not exist."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

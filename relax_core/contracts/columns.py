@@ -1,7 +1,7 @@
 """Encodes a token tree as columns of a group: one payload of bytes for each (group, column).
 
-A numeric column holds the array's bytes, little-endian and C-ordered, which are read without a copy. This module
-defines its dtype; its number of rows is the tree's. Episodes and media are msgpack. Nothing is pickled.
+A numeric column contains the bytes of an array, little-endian and C-ordered, so it is read without a copy. This module
+defines the column's dtype; the number of rows is the tree's. Episodes and media are msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
 FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES, MEDIA)  # the inputs of a forward pass
-# A tree without its token ids: the input to form micro-batches and to compute a step's metrics.
+# The columns of a tree without token ids: enough to form micro-batches and to compute a step's metrics.
 STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
 OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
 REFERENCE_LOGPROBS = "reference_logprobs"  # written by reference
-VALUES = "values"  # written by critic, the value before each row
-ADVANTAGES = "advantages"  # one for each token (`relax_core.contracts.tree.BY_TOKEN`)
-RETURNS = "returns"  # one for each token, if there is a critic
+VALUES = "values"  # written by critic: the value before each row
+ADVANTAGES = "advantages"  # one entry for each token (`relax_core.contracts.tree.BY_TOKEN`)
+RETURNS = "returns"  # one entry for each token, if there is a critic
 TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
 TEACHER_LOGPROBS = "teacher_logprobs"  # written by teacher
 TEACHER_TOP_IDS = "teacher_top_ids"  # [rows, top_k], written by teacher
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # [rows, top_k], written by teacher
-ROUTED_EXPERTS = "routed_experts"  # [rows, MoE layers, experts per token], after two bytes with the dtype's name
+ROUTED_EXPERTS = "routed_experts"  # two bytes with the dtype's name, then [rows, MoE layers, experts per token]
 KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set for each row, if top_k, top_p or min_p excludes tokens
 
-PERSISTED_COLUMNS = (EPISODES,)  # small columns that the ledger's file stores for every group
+PERSISTED_COLUMNS = (EPISODES,)  # small columns of every group that the ledger's file stores
 
 _DTYPES = {
     TOKEN_IDS: "<i4",
@@ -76,7 +76,7 @@ class _ItemName(msgspec.Struct, frozen=True):
 
 
 class _PlacedItem(msgspec.Struct, frozen=True):
-    """The part of a `Media` that the bus decodes; other fields are skipped."""
+    """Holds the fields of a `Media` that the bus decodes; the decoder skips all other fields."""
 
     item: _ItemName
 
@@ -129,8 +129,8 @@ def encode_column(name: str, array: np.ndarray) -> bytes:
 def decode_column(name: str, payload: bytes, *, rows: int) -> np.ndarray:
     """Returns a read-only view of the payload, ``[rows]`` or ``[rows, …]``.
 
-    ``rows`` is the tree's number of rows, or its number of tokens for a column in `BY_TOKEN`. Raises ValueError if the
-    payload has another number of entries.
+    ``rows`` is the tree's number of rows; for a column in `BY_TOKEN`, the tree's number of tokens. Raises ValueError if
+    the payload has another number of entries.
     """
     if name == ROUTED_EXPERTS:
         flat = np.frombuffer(payload, dtype=_EXPERT_DTYPES[bytes(payload[:2])], offset=2)
@@ -152,7 +152,7 @@ def decode_episodes(payload: bytes) -> list[Episode]:
 def decode_tree(row: Group) -> TokenTree:
     """Returns the tree of a leased group that has at least the columns `END`, `VERSIONS` and `EPISODES`.
 
-    Without `LOSS_MASK` all sampled rows count as trained. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`
+    Without `LOSS_MASK` the mask selects all sampled rows. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`
     the ids are -1, which is not a valid token id. Raises ValueError, with the group's uid, if the columns contradict
     each other.
     """
@@ -191,7 +191,7 @@ def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
 def persisted_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
     """Returns the payloads that the ledger's file stores for a group; None if a payload is missing.
 
-    A group whose samples were all dropped has no columns.
+    A group without kept samples has no columns.
     """
     if not all(column in columns for column in PERSISTED_COLUMNS):
         return None

@@ -6,15 +6,15 @@ import os
 import threading
 import time
 
-TOGETHER_S = 1e-4  # two clock readings within this time count as simultaneous; usually they take a few us
+TOGETHER_S = 1e-4  # two clock readings within this time are accepted as simultaneous; usually they take a few µs
 _TRIES = 4
-_FILES = threading.local()  # the open file of each thread, because opening it takes longer than reading it
+_FILES = threading.local()  # the open file of each thread; kept open, because opening takes longer than reading
 
 
 def core_wait_s() -> float:
-    """Returns the seconds that the calling thread has waited for a core since its start; 0 if not counted.
+    """Returns the seconds that the calling thread has waited for a core since its start, 0 without kernel support.
 
-    Time in which a thread is stopped by a signal, sleeps, or waits for data does not count.
+    Time does not count while the thread is stopped by a signal, sleeps, or waits for data.
     """
     descriptor = getattr(_FILES, "descriptor", None)
     if descriptor is None:
@@ -31,8 +31,8 @@ def core_wait_s() -> float:
 def clock_and_core_wait_s() -> tuple[float, float]:
     """Returns the values of ``time.perf_counter`` and `core_wait_s`, read at the same time.
 
-    If the thread loses its core between the two readings, only one of them counts the wait, so both are read again if
-    reading took long.
+    If the thread loses its core between the two readings, only the second reading contains the wait. So if the two
+    readings take long, the function reads again.
     """
     for _ in range(_TRIES):
         before_s = time.perf_counter()

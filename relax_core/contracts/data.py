@@ -1,6 +1,6 @@
-"""The contracts of prompt sources and data-source plug-ins: random access by index, so the data cursor is one integer.
+"""The contracts of prompt sources and of data-source plug-ins: access to data rows by index.
 
-A lost prompt can be read again by its index.
+Therefore the data cursor is one integer, and a lost prompt can be read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOO_LONG = "too_long"
 
 
 class BadRow(ValueError):
-    """A data row cannot be used; other rows of the source can.
+    """A data row is unusable; other rows of the source remain usable.
 
     ``reason`` is the reason in the ledger: ``too_long``, or ``bad_row:`` and one word. The text names the data row's
     file and line and the error.
@@ -51,8 +51,8 @@ def question(prompt: Any) -> str:
 class EvalSet:
     """Holds data rows that are evaluated and never trained.
 
-    ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; they do
-    not count as wrong answers. ``parts`` are the values of the rows' key "part" that get their own metrics.
+    ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; the
+    accuracy ignores them. ``parts`` lists values of the rows' key "part"; each value gets separate metrics.
     """
 
     name: str
@@ -64,7 +64,7 @@ class EvalSet:
 class PromptSource(Protocol):
     """Holds data rows in an endless order of epochs, each shuffled by the run's seed.
 
-    The same (source, seed, index) gives the same data row in any process. Data rows have numbers 0..len-1.
+    The data row depends only on (source, seed, index), not on the process. Data rows have numbers 0..len-1.
     """
 
     def __len__(self) -> int:
@@ -92,8 +92,8 @@ class PromptSource(Protocol):
 class BaseDataSource(ABC):
     """Returns data rows by number; Relax determines their order, the epochs and the held-out rows.
 
-    The same number gives the same row in every process and at any time, so that a run can be resumed. Each rollout
-    worker opens its own source, and calls it from one thread at a time.
+    A number gives the same row in every process and at any time, so a run can be resumed. Each rollout worker opens a
+    separate source and calls it from one thread at a time.
     """
 
     @abstractmethod
@@ -104,13 +104,13 @@ class BaseDataSource(ABC):
     def __getitem__(self, number: int) -> Mapping[str, Any]:
         """Returns the row with this number, from 0 to len - 1.
 
-        It has the keys ``data.prompt_key`` (text, or a list of messages) and ``data.answer_key`` (text or a number),
-        and any other keys for the environment and the reward. An exception makes the row a bad row;
-        ``data.max_bad_rows`` limits the share of bad rows.
+        The row has the keys ``data.prompt_key`` (text, or a list of messages) and ``data.answer_key`` (text or a
+        number). It may have further keys for the environment and the reward. If this method raises, the row is a bad
+        row; ``data.max_bad_rows`` limits the share of bad rows.
         """
 
     def where(self, number: int) -> str:
-        """Returns the origin of the row with this number, for errors."""
+        """Returns where the row with this number comes from, for errors."""
         return f"row {number}"
 
     def held_out(self) -> Sequence[Mapping[str, Any]] | None:
@@ -132,8 +132,8 @@ class DataSourceConfig:
 class DataSourceSpec:
     """Describes one data source.
 
-    ``open(config)`` returns its rows; an exception aborts the start of the run. ``check(config)`` raises ValueError for
-    an invalid configuration, before anything starts.
+    ``open(config)`` returns the open data source; an exception aborts the start of the run. ``check(config)`` raises
+    ValueError for an invalid configuration, before anything starts.
     """
 
     name: str

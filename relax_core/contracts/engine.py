@@ -1,4 +1,7 @@
-"""The contract of an inference engine: requests, responses and weight manifests, named as in SGLang's HTTP protocol."""
+"""The contract of an inference engine: requests, responses and weight manifests.
+
+Names are from SGLang's HTTP protocol.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from relax_core.contracts.media import Media
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
 
-# Engines and the configuration use these bounds. Temperature 0 is greedy. Logits divided by a temperature below
-# `MIN_TEMPERATURE` may overflow float32, and SGLang treats it as 0. `MAX_TOP_K` is SGLang's value for all tokens.
+# Engines and the configuration use these bounds. Temperature 0 means greedy sampling. Logits divided by a temperature
+# below `MIN_TEMPERATURE` may overflow float32, and SGLang treats it as 0. `MAX_TOP_K` is SGLang's value for all tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 REQUEST_TIMEOUT_S = 600.0  # longest pause within a generate call
 SYNC_TIMEOUT_S = 120.0  # longest weight update or other control call
@@ -25,7 +28,7 @@ MAX_TOP_K = 1 << 30
 
 
 class EngineError(RuntimeError):
-    """An engine refused or failed a call. The text names the engine, the route and the engine's message."""
+    """An engine refused a call or failed during a call. The text has the engine's name, the route and the message."""
 
 
 class EngineUnreachable(EngineError):
@@ -33,18 +36,21 @@ class EngineUnreachable(EngineError):
 
 
 class MalformedReply(EngineUnreachable):
-    """The engine's reply violates the protocol; the engine counts as lost, like an engine that does not answer."""
+    """The engine's reply does not follow the protocol.
+
+    Relax treats such an engine as lost, like an engine that does not answer.
+    """
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the sampling parameters of a call.
 
-    ``n`` is the number of responses for each prompt; response k uses seed ``(sampling_seed, k)``. ``temperature`` 0 is
-    greedy. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off; ``min_p`` keeps the tokens that have at
-    least this share of the most likely token's probability. ``banned_token_ids`` are never sampled. Log-probs are of
-    the sampling distribution, over the kept tokens. ``return_routed_experts``: the engine returns the experts to which
-    each token was routed. ``stop`` lists strings; a response ends with the token that completes the first of them in
-    its text. ``return_kept_tokens``: the engine returns the set from which each token was sampled.
+    ``n`` is the number of responses for each prompt; response k uses seed ``(sampling_seed, k)``. ``temperature`` 0
+    means greedy sampling. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off. ``min_p`` keeps a token if
+    its probability is at least ``min_p`` times the probability of the most likely token. ``banned_token_ids`` are never
+    sampled. Log-probs are computed from the sampling distribution over the kept tokens. ``return_routed_experts``: the
+    engine returns the experts that processed each token. ``stop`` lists strings; a response ends with the token that
+    completes a stop string in its text. ``return_kept_tokens``: the engine returns the kept set of each sampled token.
     """
 
     n: int = 1
@@ -61,19 +67,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncates(self) -> bool:
-        """Returns whether top_k, top_p or min_p excludes tokens; banned tokens do not count."""
+        """Returns whether top_k, top_p or min_p may exclude tokens, regardless of banned tokens."""
         return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds one prompt of a /generate call. The engine delays it until its weights are at least ``min_version``.
+    """Holds one prompt of a /generate call. The engine starts it once its weight version is at least ``min_version``.
 
     ``samples`` lists the requested responses, 0..n-1; None means all. ``generated`` is the number of tokens at the end
-    of ``input_ids`` that belong to a partial response. The response continues after them with the next random numbers;
-    ``max_new_tokens`` includes them, and only new tokens are returned. ``rid`` identifies the prompt's group in an
-    abort; several prompts of a call may share it. ``media`` places the prompt's items in ``input_ids``, in order; the
-    engine gets digests and reads the tensors from its media folder. ``max_new_tokens``, if set, replaces the call's
-    limit for this prompt.
+    of ``input_ids`` that belong to a partial response. The engine continues the response after these tokens with the
+    next random numbers and returns only new tokens; ``max_new_tokens`` includes the partial response. ``rid``
+    identifies the prompt's group in an abort; several prompts of a call may have the same ``rid``. ``media`` lists the
+    prompt's items and their positions in ``input_ids``, in order; the engine gets digests and reads the tensors from
+    its media folder. ``max_new_tokens``, if set, replaces the call's limit for this prompt.
     """
 
     rid: str
@@ -87,24 +93,24 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Holds one finished response to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.
+    """Holds one finished response to the prompt with index ``prompt`` in the call; ``sample`` is its index 0..n-1.
 
     ``output_ids`` int32, ``logprobs`` float32 (natural logs) and ``versions`` int32 are ``[tokens]``: each token's id,
     its log-prob under the sampling distribution, and the weight version that sampled it. ``engine`` is the name of the
     engine in its pool, for the ledger.
 
     ``prompt_experts`` and ``response_experts``, uint8 or uint16 ``[tokens, MoE layers, experts per token]``, are the
-    experts to which the prompt's and the response's tokens were routed; the response's last token has none, because it
-    is never an input. An engine that returns no shape (SGLang) gives ``[tokens, 1, MoE layers x experts per token]``.
-    ``kept`` has the set of tokens that each token was sampled from. Experts and kept sets are None unless the call
-    asked for them.
+    experts that processed the tokens of the prompt and of the response. The response's last token has no experts,
+    because it is never an input. For an engine that returns no shape (SGLang), the shape is ``[tokens, 1, MoE layers x
+    experts per token]``. ``kept`` has the kept set of each sampled token. Experts and kept sets are None unless the
+    call requested them.
 
-    ``prompt_tokens`` is the number of the prompt's tokens in the engine, and ``prefill_ms`` the time of the prefills
-    that included the prompt. ``cached_tokens`` is the number of prompt tokens that the engine did not compute, because
-    they were in its prefix cache of the same weights. ``queue_ms`` is the time that the prompt waited in the engine for
-    weights and for capacity. These are 0 if the engine does not report them.
+    ``prompt_tokens`` is the prompt's number of tokens in the engine, and ``prefill_ms`` the duration of the prefills
+    that included the prompt. ``cached_tokens`` is the number of prompt tokens that the engine found in its prefix cache
+    (of the same weights) and did not compute. ``queue_ms`` is the time that the prompt waited in the engine for weights
+    and for capacity. These four fields are 0 if the engine does not report them.
 
-    All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
+    All arrays are read-only. A response equals only itself, because ``==`` of arrays returns an array, not a bool.
     """
 
     rid: str
@@ -125,9 +131,9 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the location of one Hugging Face tensor in a published weight file.
+    """Describes where a published weight file stores one Hugging Face tensor.
 
-    ``offset`` is counted from the file's first tensor byte; ``offset`` and ``nbytes`` are in bytes.
+    ``offset`` is the distance from the file's first tensor byte; ``offset`` and ``nbytes`` are in bytes.
     """
 
     name: str
@@ -138,15 +144,16 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a published weight version: a safetensors file, its tensors, and a digest for each bucket of bytes.
+    """Describes a published weight version: a safetensors file, its tensors, and a digest of each bucket.
 
-    ``path`` is the file (in shared memory on one host). Its tensors begin at byte ``data_offset`` and take
-    ``total_bytes``. Every bucket but the last has ``bucket_bytes``. ``digests`` has the xxh3_128 in hex of each bucket.
-    ``digest`` is the xxh3_128 in hex over names, dtypes, shapes and ``digests``; a receiver must report the same digest
-    before it may serve ``version``.
+    ``path`` is the file (in shared memory if all processes run on one host). Its tensors begin at byte ``data_offset``
+    and have ``total_bytes`` bytes. A bucket is a range of ``bucket_bytes`` of these bytes; the last may be shorter.
+    ``digests`` has the xxh3_128 of each bucket, in hex. ``digest`` is the xxh3_128 over names, dtypes, shapes and
+    ``digests``, in hex. An engine may serve ``version`` only after it has reported the same digest.
 
-    ``frozen`` is the file of the tensors that are not trained, shared by all versions of a run; None if all tensors are
-    in ``path``. ``digest`` covers its digest. A receiver that has these tensors need not read them again.
+    ``frozen`` describes the file with the tensors that are not trained; all versions of a run share it. It is None if
+    all tensors are in ``path``. ``digest`` includes the digest of ``frozen``. An engine reads the frozen tensors only
+    once.
     """
 
     version: int

@@ -1,8 +1,8 @@
-"""The contract of a model family: how models of one config.json model_type differ from Relax's decoder.
+"""The contract of a model family, which describes how models of one config.json model_type differ from Relax's decoder.
 
 The decoder has RMSNorms, grouped-query attention with rotary embedding, or a gated delta net in some layers, and a
-gated MLP or experts. A family is data: the trainer, the embedded engine, the memory plan and the export use the same
-description (relax_core/families/architecture.py), so a family needs no code in them.
+gated MLP or experts. A family is only a description. The trainer, the embedded engine, the memory plan and the export
+all use this description (relax_core/families/architecture.py), so they contain no code for single families.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ HfConfig = Mapping[str, Any]
 class Experts:
     """Describes the mixture of experts of a model.
 
-    Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1. Every token also uses a
-    shared expert of ``shared_width`` hidden units, whose output is multiplied by its own gate; 0 means no shared
-    expert.
+    Every layer has ``count`` experts of ``width`` hidden units each, and routes each token to ``per_token`` experts.
+    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1. Every token also passes a
+    shared expert of ``shared_width`` hidden units; the output of the shared expert is multiplied by a separate gate. A
+    ``shared_width`` of 0 means no shared expert.
     """
 
     count: int
@@ -36,11 +36,11 @@ class Experts:
 
 
 class ExpertLayout(Enum):
-    """Names the formats in which a folder stores a layer's experts.
+    """Names the formats that a folder may use to store a layer's experts.
 
     ``apart``: three matrices for each expert. ``fused``: two tensors for all experts, ``experts.gate_up_proj``
-    ``[experts, 2 * width, hidden]`` and ``experts.down_proj`` ``[experts, hidden, width]``. ``transposed``: the same
-    two tensors with their last two axes swapped, as in the published Qwen3-VL-MoE.
+    ``[experts, 2 * width, hidden]`` and ``experts.down_proj`` ``[experts, hidden, width]``. ``transposed``: the two
+    tensors of ``fused`` with their last two axes swapped, as in the published Qwen3-VL-MoE.
     """
 
     apart = "apart"
@@ -52,8 +52,8 @@ class ExpertLayout(Enum):
 class DeltaNet:
     """Describes the gated delta net (Yang et al. 2024, arXiv 2412.06464) that some layers have instead of attention.
 
-    There are ``key_heads`` heads of width ``key_dim`` for queries and as many for keys, and ``value_heads`` heads of
-    width ``value_dim``; each key head serves equally many value heads. Queries, keys and values pass a causal
+    Queries and keys have ``key_heads`` heads of width ``key_dim`` each. Values have ``value_heads`` heads of width
+    ``value_dim``; each key head belongs to the same number of value heads. Queries, keys and values pass a causal
     depthwise convolution over ``kernel`` rows.
     """
 
@@ -75,13 +75,13 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Returns the width of queries, keys and values together, which the convolution reads."""
+        """Returns the total width of queries, keys and values, the input of the convolution."""
         return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
 class RequiredValue:
-    """Holds a key of config.json and its only supported ``value``. ``why`` is the last clause of the error."""
+    """Holds a key of config.json with its only supported ``value``; ``why`` is the last clause of the error."""
 
     key: str
     value: Any
@@ -90,17 +90,17 @@ class RequiredValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """Describes the vision tower of a family, which uses Hugging Face's modules unchanged in trainer and engine.
+    """Describes the vision tower of a family; trainer and engine use Hugging Face's modules for it without changes.
 
     ``prefix`` is the prefix of the tower's weights in Hugging Face names. ``model`` and ``config`` are the tower's
-    classes as "module:class"; the tower is built from the section ``config_key`` of config.json. ``shapes`` returns the
-    shapes of its weights from that section, by their names after ``prefix``. ``projector`` lists the name prefixes of
-    the projector's weights; the projector maps patches to the language model.
+    classes as "module:class"; the tower is built from the section ``config_key`` of config.json. ``shapes`` computes
+    from that section the shapes of the tower's weights, by weight names without ``prefix``. ``projector`` lists the
+    name prefixes of the projector's weights; the projector maps patches to the language model.
 
     ``seconds_key`` is the key of config.json for the number of temporal rotary positions per second of a video
-    (Qwen3-Omni); without it a video's rows contain time stamps as text (Qwen3-VL). With ``frame_bounds`` the
-    processor's pixel bounds apply to each frame of a video, otherwise to all frames together. ``video_pixels`` are
-    these bounds for folders that are published without video_preprocessor_config.json.
+    (Qwen3-Omni); without this key a video's rows contain time stamps as text (Qwen3-VL). With ``frame_bounds`` the
+    processor's pixel bounds apply to each frame of a video, otherwise to all frames together. ``video_pixels`` are the
+    pixel bounds for folders without video_preprocessor_config.json.
     """
 
     prefix: str
@@ -117,10 +117,10 @@ class Vision:
 
 @dataclass(frozen=True, kw_only=True)
 class Audio:
-    """Describes the audio tower of a family, which uses Hugging Face's modules unchanged in trainer and engine.
+    """Describes the audio tower of a family; trainer and engine use Hugging Face's modules for it without changes.
 
-    The fields are those of `Vision`. The tower's inputs are audio clips, and with ``modality.audio_in_video`` the sound
-    tracks of videos.
+    The fields have the same meaning as in `Vision`. The tower's inputs are audio clips and, with
+    ``modality.audio_in_video``, the sound tracks of videos.
     """
 
     prefix: str
@@ -136,30 +136,30 @@ class Audio:
 class Family:
     """Describes one model family.
 
-    ``name`` is config.json's model_type, and ``summary`` lists its models in one line. With ``qkv_bias`` the query, key
-    and value projections have a bias; with ``qk_norm`` the query and key heads are normalised. ``tied_by_default`` says
-    whether the embedding is also the output weight if config.json has no tie_word_embeddings. ``only`` lists required
-    values of config.json keys, in addition to those of all families (relax_core/families/builtin_families.py).
-    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for invalid
-    combinations of keys.
+    ``name`` is config.json's model_type, and ``summary`` lists the family's models in one line. With ``qkv_bias`` the
+    query, key and value projections have a bias; with ``qk_norm`` the query and key heads are normalised.
+    ``tied_by_default`` applies if config.json has no tie_word_embeddings, and says whether the embedding is also the
+    output weight. ``only`` lists required values of config.json keys, in addition to the values that every family
+    requires (relax_core/families/builtin_families.py). ``experts`` reads the mixture of experts from config.json; a
+    family without experts has no such function. ``check`` raises ValueError for invalid combinations of keys.
 
-    ``text_key`` is the section of config.json that describes the language model, None for the whole file, and
-    ``prefix`` is the name prefix of its weights; ``output_weight`` is the name of the output weight. If config.json
-    describes several models, the section is in its inner config (`relax_core.families.hf_config.inner_config`).
-    ``vision`` and ``audio`` are the towers of a multimodal family. ``expert_layouts`` are the formats in which folders
-    store the experts; if there are several, a folder's tensors determine its format.
+    ``text_key`` is the section of config.json that describes the language model; None means the whole file. ``prefix``
+    is the name prefix of the language model's weights, and ``output_weight`` the name of its output weight. If
+    config.json describes several models, the section is in its inner config
+    (`relax_core.families.hf_config.inner_config`). ``vision`` and ``audio`` are the towers of a multimodal family.
+    ``expert_layouts`` lists the formats that folders use for the experts. If there are several, the tensors of a folder
+    determine its format.
 
-    ``delta_net`` reads the gated delta net of a family whose config.json lists the kind of each layer in layer_types.
-    With ``output_gate`` the query projection also computes a gate for the attention's output; with ``zero_centered``
-    a norm multiplies by 1 + its weight. ``rotary_part`` is the default fraction of each head that is rotated; if it is
-    None, whole heads are rotated and config.json may not set another fraction.
-    ``float32`` lists the name suffixes of weights that stay float32 in a model of another dtype, if they are float32 in
-    the folder.
+    ``delta_net`` reads the gated delta net from config.json, which lists the kind of each layer in layer_types. With
+    ``output_gate`` the query projection also computes a gate for the attention's output; with ``zero_centered`` a norm
+    multiplies by 1 + its weight. ``rotary_part`` is the default fraction of each head that is rotated. If it is None,
+    whole heads are rotated, and config.json must not set another fraction. ``float32`` lists name suffixes of weights.
+    A weight with such a name that is float32 in the folder stays float32 in a model of another dtype.
 
-    ``option`` is the option of `model` for folders of this family, if it is not named like the family.
+    ``option`` is the option of `model` for folders of this family; None if the option has the family's name.
 
-    ``copied_prefixes`` lists the name prefixes of a folder's additional tensors that Relax does not compute with;
-    every export copies them from the source folder.
+    ``copied_prefixes`` lists name prefixes of additional tensors that Relax does not use. Every export copies these
+    tensors from the source folder.
     """
 
     name: str
@@ -196,7 +196,7 @@ class Family:
 
 
 def checked_family(family: Family) -> Family:
-    """Returns the family with checks of its functions' results.
+    """Returns the family with functions that check their results.
 
     Raises ValueError for a field of a wrong type.
     """

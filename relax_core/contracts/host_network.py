@@ -1,7 +1,7 @@
-"""Network helpers of this host: the users behind connections, interface names, and URL openers without redirects.
+"""Network helpers: finds the users of local connections, checks interface names, and opens URLs without redirects.
 
-The kernel's tables contain the user of a connection, and a listener can drop new clients. URL openers follow no
-redirect, because a token is for one address only, and use no proxy for loopback.
+The user of a local connection is read from the kernel's tables. A listening socket can drop new clients. URL openers
+follow no redirect, because a token is meant for one address only. They use no proxy for loopback addresses.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # a kernel without IPv6 has no second table
 _ESTABLISHED, _CLOSED_BY_CLIENT, _LISTENS = "01", "08", "0A"
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of asm-generic/socket.h; Python's socket module lacks them
-_RETURN = 0x06  # BPF_RET | BPF_K of linux/filter.h: returns the number of bytes of a packet that pass
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # from asm-generic/socket.h; Python's socket module does not define them
+_RETURN = 0x06  # BPF_RET | BPF_K of linux/filter.h: returns how many bytes of a packet pass the filter
 
 
 @dataclass(frozen=True)
 class Client:
-    """Describes the other end of a connection; ``uid`` is None if that end is closed or on another host."""
+    """Describes the client of a connection; ``uid`` is None if the client's end is closed or on another host."""
 
     address: str
     uid: int | None
@@ -40,7 +40,7 @@ def _rows() -> Iterator[list[str]]:
 
 
 def _own_sockets() -> dict[str, int]:
-    """Returns the descriptors of this process's sockets by their inodes."""
+    """Returns the file descriptors of this process's sockets, by socket inode."""
     inodes: dict[str, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -53,7 +53,7 @@ def _own_sockets() -> dict[str, int]:
 
 
 def listeners() -> dict[int, int]:
-    """Returns the TCP ports on which this process listens → a descriptor of each."""
+    """Maps each TCP port that this process listens on to a descriptor of the listening socket."""
     own = _own_sockets()
     return {_port(fields[1]): own[fields[9]] for fields in _rows() if fields[3] == _LISTENS and fields[9] in own}
 
@@ -63,9 +63,9 @@ def _port(address: str) -> int:
 
 
 def clients(port: int) -> list[Client]:
-    """Returns the clients of this process at a TCP port on which it listens.
+    """Returns the clients that are connected to ``port``, a TCP port of this process.
 
-    The kernel's table is not read atomically, so an existing end may be missing in one call.
+    The kernel's table is not read atomically, so one call may miss an existing client.
     """
     own = _own_sockets()
     rows = list(_rows())
@@ -74,14 +74,14 @@ def clients(port: int) -> list[Client]:
     for fields in rows:
         if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and fields[9] in own and _port(fields[1]) == port:
             far_end = ends.get((fields[2], fields[1]))
-            # A socket that its process has closed has no inode, and its uid is shown as 0.
+            # After its process has closed a socket, the table shows no inode and uid 0 for it.
             uid = int(far_end[7]) if far_end is not None and far_end[9] != "0" else None
             found.append(Client(fields[2], uid))
     return found
 
 
 def is_loopback(client: Client) -> bool:
-    """Returns whether a client has a loopback address, so is on this host."""
+    """Returns whether a client has a loopback address and therefore runs on this host."""
     address = client.address.rpartition(":")[0]
     return address[-2:] == "7F" or address == "00000000000000000000000001000000"
 
@@ -95,7 +95,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_clients(descriptor: int) -> None:
-    """Makes a listening socket drop all connection requests, until `admit_clients`."""
+    """Makes a listening socket drop all connection requests until `admit_clients` is called."""
     drop = _Instruction(_RETURN, 0, 0, 0)
     program = _Program(1, ctypes.pointer(drop))
     with socket.socket(fileno=os.dup(descriptor)) as listener:
@@ -104,12 +104,12 @@ def refuse_clients(descriptor: int) -> None:
 
 def admit_clients(descriptor: int) -> None:
     """Makes a listening socket accept connections again."""
-    # FileNotFoundError is the kernel's answer for a socket without a filter.
+    # The kernel returns this error (FileNotFoundError) for a socket without a filter.
     with socket.socket(fileno=os.dup(descriptor)) as listener, suppress(FileNotFoundError):
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"  # names of interfaces, separated by commas; torch reads it, too
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"  # names of interfaces, separated by commas; torch reads this variable, too
 
 
 def network_interfaces() -> list[str]:
@@ -118,7 +118,7 @@ def network_interfaces() -> list[str]:
 
 
 def missing_interface(names: str) -> str | None:
-    """Returns why gloo cannot listen on ``names``, the value of GLOO_SOCKET_IFNAME, or None if all exist."""
+    """Returns why gloo cannot listen on the interfaces ``names`` (GLOO_SOCKET_IFNAME); None if all exist."""
     existing = network_interfaces()
     missing = next((name for name in names.split(",") if name not in existing), None)
     if missing is None:
@@ -136,11 +136,11 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Turns a redirect into an error."""
 
     def redirect_request(self, *arguments: Any) -> None:
-        """Returns no request, so that the opener raises HTTPError with the status of the redirect."""
+        """Returns None, which makes the opener raise HTTPError with the status of the redirect."""
 
 
 def opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns an opener that follows no redirect; for a loopback address it also uses no proxy."""
+    """Returns an opener that follows no redirect and uses no proxy for a loopback address."""
     direct = [urllib.request.ProxyHandler({})] if is_loopback_url(url) else []
     return urllib.request.build_opener(NoRedirect(), *direct)
 
@@ -155,7 +155,7 @@ def is_loopback_url(url: str) -> bool:
 
 
 def proxy_description(url: str) -> str:
-    """Describes the proxy for requests to a URL, without its password, for errors; empty without a proxy."""
+    """Describes the proxy for requests to a URL, without the proxy's password, for errors; empty without a proxy."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or is_loopback_url(url) or urllib.request.proxy_bypass(parts.hostname or ""):

@@ -1,4 +1,4 @@
-"""The contract of a judge: a model that returns a verdict on an answer; a reward calls it through its input."""
+"""The contract of a judge, a model that returns a verdict on an answer. A reward calls judges through its input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relax_core.contracts.reward import RewardInput
 class JudgeConfig:
     """Holds the settings of one judge, ``reward.judges.NAME``.
 
-    ``model`` is a Hugging Face folder or a built-in model. With ``url`` it is the model's name on an OpenAI-compatible
-    server; ``url`` ends in /v1, and the file ``token_file`` holds the server's key. Otherwise the run starts ``count``
-    engines of the kind ``engine``.
+    Without ``url`` the run starts ``count`` engines of the kind ``engine``, and ``model`` is a Hugging Face folder or a
+    built-in model. With ``url`` the judge is an OpenAI-compatible server, and ``model`` is the model's name on this
+    server; ``url`` ends in /v1, and the file ``token_file`` contains the server's key.
 
-    ``prompt`` is a file with a Jinja template, and ``parse`` says how the verdict is parsed; None takes the preset's
-    value. The verdict is the mean of ``votes`` answers of the judge. ``timeout_s`` is the time limit in seconds of a
-    verdict with all its votes. Each text of a row or response is cut at ``max_response_chars``.
+    ``prompt`` is a file with a Jinja template, and ``parse`` says how to parse the verdict; None means the value of the
+    reward's `JudgeSetup`. The verdict is the mean of ``votes`` answers of the judge. ``timeout_s`` is the time limit in
+    seconds for all votes of a verdict. Each text of a row or response is cut at ``max_response_chars`` characters.
     """
 
     model: str | None = None
@@ -39,7 +39,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class JudgeCheckConfig:
-    """Holds ``reward.check``: known verdicts on which judges are tested before the first prompt.
+    """Holds ``reward.check``, the test of judges on known verdicts before the first prompt.
 
     ``path`` is a file of rows with question, answer and verdict. The run ends if the share of correct verdicts is below
     ``min``.
@@ -53,9 +53,9 @@ class JudgeCheckConfig:
 class JudgeSetup:
     """Describes how a reward calls a judge.
 
-    ``prompt`` is the template's file. ``knows`` are the variables that the reward passes to the template, and ``needs``
-    the variables that the template must use. ``parse`` is "number LOW..HIGH", or a regular expression with the group
-    "verdict".
+    ``prompt`` is the template's file. ``knows`` lists the variables that the reward passes to the template. ``needs``
+    lists the variables that the template must use. ``parse`` is "number LOW..HIGH", or a regular expression with the
+    group "verdict".
     """
 
     settings: JudgeConfig
@@ -67,7 +67,7 @@ class JudgeSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePlan:
-    """Holds the judges that a reward calls, by name, and the check before the first prompt."""
+    """Holds the judges that a reward calls, by name, and their test before the first prompt."""
 
     judges: Mapping[str, JudgeSetup]
     check: JudgeCheckConfig = field(default_factory=JudgeCheckConfig)
@@ -77,9 +77,9 @@ class JudgePlan:
 class Verdict:
     """Holds a judge's verdict on one answer.
 
-    ``value`` is the number in the text; it is scaled to 0..1 if the parser has a range, and 1 or 0 for words such as
-    yes and no. It is None if there is no verdict; ``reason`` says why, and ``cause`` in one word. ``text`` is the
-    judge's output, for several votes the last output.
+    ``value`` is the number in the judge's output, scaled to 0..1 if the parser has a range. For words such as yes and
+    no, ``value`` is 1 or 0. ``value`` is None if there is no verdict; ``reason`` then says why, and ``cause`` says it
+    in one word. ``text`` is the judge's output; with several votes, the last output.
     """
 
     judge: str
@@ -101,15 +101,16 @@ class Judges(Protocol):
     async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
         """Returns the verdict of the judge with this name; ``variables`` are the values for its template.
 
-        It does not raise if the judge is down or its output cannot be parsed; the verdict's value is None then.
+        If the judge is down or its output cannot be parsed, the verdict's value is None; no error is raised.
         """
         ...
 
 
 class JudgedInput(RewardInput):
-    """Holds the input of a reward whose SPEC has ``judges``.
+    """Holds the input of a reward that has ``judges`` in its SPEC.
 
-    ``judges`` calls the judges. It is not a field, so a worker process of another reward gets the input without it.
+    ``judges`` calls the judges. This attribute is not a field, so it is not sent to the worker process of another
+    reward.
     """
 
     judges: Judges

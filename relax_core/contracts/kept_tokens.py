@@ -1,7 +1,7 @@
-"""The kept set of a sampled token: the candidates that top_k, top_p and min_p kept when it was sampled.
+"""Encodes and decodes kept sets. The kept set of a sampled token: the tokens that top_k, top_p and min_p kept.
 
-An engine samples from softmax over such a set, so log-probs of sampled tokens must be normalised over the same set.
-Only this module encodes and decodes kept sets.
+An engine samples a token from the softmax over the token's kept set, so the token's log-prob must be normalised over
+the same set. Only this module encodes and decodes kept sets.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-BITS = 32  # bits in a word
+BITS = 32  # bits per word
 
 # The log-prob and the logit of an excluded token. Its probability is exactly 0 in float32 and float64. The value is
-# finite, so that differences of two such log-probs, and a softmax over only such logits, give no NaN.
+# finite, because infinite values would give NaN in a difference of two such log-probs and in a softmax over only such
+# logits.
 OUTSIDE = -1e30
 
 
 class KeptArrays(NamedTuple):
     """Holds kept sets as arrays.
 
-    ``counts`` int64 ``[tokens]`` has the number of tokens in each set. ``listed`` and ``masked``, bool ``[tokens]``,
-    say which sets are stored as ids and which as bits; a set of neither kind is the whole vocabulary. ``ids`` int64
-    ``[listed ids]`` has the ids of the listed sets one after the other. ``bits`` uint8 ``[masked sets, bytes]``: bit i
-    of byte j is token 8 j + i.
+    ``counts`` int64 ``[tokens]`` has the number of tokens in each set. ``listed`` (bool ``[tokens]``) marks the sets
+    that are stored as token ids, and ``masked`` (bool ``[tokens]``) the sets that are stored as bits. A set without
+    either mark is the whole vocabulary. ``ids`` int64 ``[listed ids]`` has the token ids of all listed sets, set after
+    set. ``bits`` uint8 ``[masked sets, bytes]`` has the bits of the masked sets: bit i of byte j is token 8 j + i.
     """
 
     counts: np.ndarray
@@ -42,9 +43,9 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
     ``counts`` is int32 ``[tokens]``, the number of tokens in each set; 0 means that no token was excluded. ``words`` is
     uint32, set after set. All numbers are little-endian.
 
-    A set of n out of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words: its token ids if they are not
-    longer than a bitmask of the vocabulary, else that bitmask (bit i of word j is token 32 j + i). So a set never takes
-    more than one bit for each token of the vocabulary.
+    A set of n out of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words. The words are the set's token
+    ids, or a bitmask of the vocabulary (bit i of word j is token 32 j + i) if the bitmask is shorter. So a set never
+    takes more than one bit for each token of the vocabulary.
     """
 
     vocab_size: int
@@ -64,7 +65,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
     # -- encoding ---------------------------------------------------------------------------------------------------
     @staticmethod
     def of_mask(mask: np.ndarray) -> KeptTokens:
-        """Encodes a bool array ``[tokens, vocab]`` that is True if a token was kept. No set may be empty."""
+        """Encodes a bool array ``[tokens, vocab]``, True for kept tokens. Every set must have a token."""
         vocab_size = mask.shape[1]
         bits = _packed(mask)
         counts = np.bitwise_count(bits).sum(1, dtype=np.int64)
@@ -105,7 +106,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def whole(tokens: int, *, vocab_size: int) -> KeptTokens:
-        """Returns the sets of tokens that were sampled from the whole vocabulary."""
+        """Returns the kept sets of ``tokens`` tokens that were sampled from the whole vocabulary."""
         return KeptTokens(vocab_size, bytes(4 * tokens), b"")
 
     @staticmethod
@@ -139,7 +140,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def mask(self) -> np.ndarray:
-        """Returns bool ``[tokens, vocab]``, True if a token was kept."""
+        """Returns a bool array ``[tokens, vocab]``, True for kept tokens."""
         sets = self.arrays()
         mask = np.zeros((len(sets.counts), 8 * sets.bits.shape[1]), dtype=bool)
         mask[np.repeat(np.flatnonzero(sets.listed), sets.counts[sets.listed]), sets.ids] = True
@@ -152,11 +153,11 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         return [np.flatnonzero(row).tolist() for row in self.mask()]
 
     def word_ends(self) -> np.ndarray:
-        """Returns the end of each set in ``words``, int64 ``[tokens]``."""
+        """Returns the index after each set's last word in ``words``, int64 ``[tokens]``."""
         return np.cumsum(_words_of(self._counts().astype(np.int64), _mask_words(self.vocab_size)))
 
     def take(self, positions: np.ndarray) -> KeptTokens:
-        """Returns the sets at ``positions``, int64 ``[n]``, in their order."""
+        """Returns the sets at ``positions`` (int64 ``[n]``), in the order of ``positions``."""
         counts, ends = self._counts(), self.word_ends()
         wanted = np.diff(ends, prepend=0)[positions]
         shift = np.repeat(ends[positions] - np.cumsum(wanted), wanted)
@@ -164,7 +165,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         return KeptTokens(self.vocab_size, counts[positions].tobytes(), words.tobytes())
 
     def fault(self, token_ids: Sequence[int] | np.ndarray) -> str | None:
-        """Returns why ``token_ids`` cannot have been sampled from these sets; None if they can."""
+        """Returns why ``token_ids`` cannot have been sampled from these sets; None if they may have been."""
         if self.tokens != len(token_ids):
             return f"{self.tokens} kept sets came for {len(token_ids)} tokens"
         try:
@@ -191,7 +192,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 def set_bytes(kept: int, *, vocab_size: int) -> int:
-    """Returns the number of bytes that a set of ``kept`` tokens takes, with its count."""
+    """Returns the number of bytes that a set of ``kept`` tokens takes, including its count."""
     return 4 + 4 * min(kept, _mask_words(vocab_size))
 
 

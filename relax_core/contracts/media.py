@@ -1,8 +1,8 @@
 """Defines multimodal items (images, videos and sounds): their sources, their encoded form, and errors.
 
-An item is encoded once, only from its source and the settings, independent of the rest of the prompt. Trees, requests,
-rewards and environments contain `MediaItem` records and never bytes; the tensors are in a file that readers map
-(`relax_core.contracts.media_file`).
+An item is encoded once. The result depends only on the item's source and the settings, not on the prompt around the
+item. Trees, requests, rewards and environments contain `MediaItem` records without tensors; the tensors are in a file
+that readers map into memory (`relax_core.contracts.media_file`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 from relax_core.contracts.data import BadRow
 
 if TYPE_CHECKING:
-    import numpy as np  # the registry imports this module, also in processes without numpy
+    import numpy as np  # not imported at run time: the registry imports this module also in processes without numpy
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
 _MAX_SHOWN = 200  # characters of a path in an error
-# The reasons why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
+# The reasons why an item is refused. The ledger records the dropped prompt with "bad_media:" and one of these reasons.
 MediaReason = Literal[
     "missing_file",
     "outside_root",
@@ -53,7 +53,7 @@ MEDIA_REASONS: tuple[MediaReason, ...] = get_args(MediaReason)
 class MediaError(BadRow):
     """An image, video or sound cannot be used; only its prompt is dropped.
 
-    ``kind`` is the item's kind and ``word`` one of `MEDIA_REASONS`. The text names the file and the error.
+    ``kind`` is the item's kind, and ``word`` is one of `MEDIA_REASONS`. The text names the file and the error.
     """
 
     def __init__(self, kind: MediaKind, word: MediaReason, text: str) -> None:
@@ -63,7 +63,7 @@ class MediaError(BadRow):
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Locates an image, video or sound of a data row or environment, by its ``path`` or its ``data``, never both.
+    """Describes an image, video or sound of a data row or environment by either ``path`` or ``data``.
 
     ``data`` is the content of the file, in any format that Relax decodes. ``path`` is absolute, or relative to
     data.media_root.
@@ -82,7 +82,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """Returns the source for errors and logs, without its content; the middle of a long path is cut."""
+        """Describes the source for errors and logs, without its content; the middle of a long path is cut."""
         if self.path is None:
             return f"{len(self.data or b'')} bytes of {self.kind}"
         half = _MAX_SHOWN // 2
@@ -90,7 +90,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the location of one tensor of an item, in bytes from the first tensor byte of its file."""
+    """Holds the location of one tensor in an item's file, in bytes from the file's first tensor byte."""
 
     name: str
     dtype: str  # a numpy name: "uint8", "float32"
@@ -103,19 +103,20 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """Describes an encoded image, video or sound, or a video together with its sound track.
 
     ``digest`` is the xxh3_128 hash of settings and tensors in hex; equal items have equal digests. ``token_ids`` are
-    the ids of the item's rows, int32 ``[rows]`` as little-endian bytes; a video's rows include its time stamps.
-    ``offsets`` are the three rotary positions of its rows relative to the item's first position, int32 ``[3, rows]``
-    (float32 if ``fractional``); ``advance`` is the distance from the item's first position to that of the next token.
-    ``placeholder`` are the ids that replace the item's rows for an engine that expands items itself.
+    the token ids of the item's rows, int32 ``[rows]`` as little-endian bytes; a video's rows include its time stamps.
+    ``offsets`` are the three rotary positions of each row relative to the item's first position, int32 ``[3, rows]``
+    (float32 if ``fractional``). ``advance`` is the distance from the item's first position to the position of the token
+    after the item. ``placeholder`` has the token ids that replace the item's rows in a request to an engine that
+    expands items (computes their rows).
 
-    ``grid`` is (time, height, width) in patches of the vision tower, zeros for a sound. ``seconds`` is the time between
-    two time steps of the grid, 0 for an image. ``width`` and ``height`` are the source's size in pixels, and ``frames``
-    counts the image frames that are used. ``audio_frames`` counts the frames of audio features, and ``audio_seconds``
-    is the length of the sound.
+    ``grid`` is (time, height, width) in patches of the vision tower, zeros for a sound. ``seconds`` is the time in
+    seconds between two time steps of the grid, 0 for an image. ``width`` and ``height`` are the source's size in
+    pixels. ``frames`` is the number of image frames that Relax uses. ``audio_frames`` is the number of frames of audio
+    features, and ``audio_seconds`` is the length of the sound.
 
-    ``tensors`` are in the item's file and have ``nbytes`` bytes together. The vision tensor is ``frames``, uint8
-    ``[frames, height, width, 3]``, and the audio tensor is ``features``, float32 ``[mel bins, audio_frames]``. A video
-    with its sound track has both.
+    ``tensors`` lists the tensors in the item's file; they have ``nbytes`` bytes in total. The vision tensor is named
+    ``frames``, uint8 ``[frames, height, width, 3]``. The audio tensor is named ``features``, float32 ``[mel bins,
+    audio_frames]``. A video with its sound track has two tensors.
     """
 
     kind: MediaKind
@@ -137,7 +138,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows that the item takes."""
+        """Returns the number of rows of the item."""
         return len(self.token_ids) // 4
 
     @property
@@ -148,21 +149,21 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ids(self) -> np.ndarray:
-        """Returns the ids of its rows, int32 ``[rows]``."""
+        """Returns the token ids of the item's rows, int32 ``[rows]``."""
         import numpy as np
 
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     @property
     def rotary_offsets(self) -> np.ndarray:
-        """Returns the rotary offsets of its rows, ``[3, rows]``, int32 or float32."""
+        """Returns the rotary offsets of the item's rows, ``[3, rows]``, int32 or float32."""
         import numpy as np
 
         return np.frombuffer(self.offsets, dtype="<f4" if self.fractional else "<i4").reshape(3, -1)
 
     @property
     def description(self) -> str:
-        """Returns the item for logs and tables, such as "[image 333×201]" or "[audio 2.3 s]"."""
+        """Describes the item for logs and tables, such as "[image 333×201]" or "[audio 2.3 s]"."""
         if self.kind == "audio":
             return f"[audio {self.audio_seconds:.1f} s]"
         length = f", {self.frames} frames" if self.kind == "video" else ""
@@ -182,20 +183,20 @@ class MediaReader(Protocol):
     """Gives access to the tensors of items, for the trainer and the engines."""
 
     def fetch(self, items: Sequence[MediaItem]) -> None:
-        """Waits until this node has the tensors of items, so that `tensors` need not wait. Raises `MediaGone`."""
+        """Waits until this node has the tensors of items; then `tensors` returns at once. Raises `MediaGone`."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         """Returns read-only views of an item's tensors by name. Raises `MediaGone` if the item is not stored."""
 
 
 class MediaGone(ValueError):
-    """The tensors of an item are not stored: its reader's lease has ended, or the item never had a reference."""
+    """The tensors of an item are not stored, because the reader's lease has ended or the item never had a reference."""
 
 
 def short_form(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """Returns a prompt's ids with each item's rows replaced by its placeholder, for engines that expand items.
+    """Replaces each item's rows in a prompt's token ids by the item's placeholder, for engines that expand items.
 
-    ``media`` is in order of rows and does not overlap.
+    The items in ``media`` are in order of rows and do not overlap.
     """
     short: list[int] = []
     done = 0

@@ -1,4 +1,4 @@
-"""Reads and writes the file of one media item: its record and its tensors, which readers map without a copy.
+"""Reads and writes the file of one media item: the item's record and tensors. Readers map the file without a copy.
 
 Layout: 8 bytes of magic, the length of the record as uint32, the record (`MediaItem` as msgpack), zeros up to a
 multiple of 64 bytes, the tensors. The file's name is the item's digest.
@@ -31,7 +31,7 @@ def node_folder(folder: Path, node_id: str) -> Path:
 
 
 def is_digest(name: object) -> bool:
-    """Returns whether an untrusted name can be the digest of an item; only such names become paths."""
+    """Returns whether an untrusted name has the form of an item's digest; only such names may become paths."""
     return isinstance(name, str) and _DIGEST.fullmatch(name) is not None
 
 
@@ -45,9 +45,9 @@ def item_digest(settings: bytes, tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def write_item(folder: Path, item: MediaItem, tensors: Mapping[str, np.ndarray]) -> MediaItem:
-    """Writes an item's file under its digest, and returns the item with its tensors' locations and its size.
+    """Writes an item's file, named by the digest. Returns the item with the locations of its tensors and its size.
 
-    The write is atomic. An item that exists already is written again with the same content.
+    The write is atomic. If the file exists already, it is written again with the same content.
     """
     places: list[MediaTensor] = []
     end = 0
@@ -104,9 +104,9 @@ class FolderReader:
         self._folder = folder
 
     def open(self, digest: str) -> tuple[MediaItem, dict[str, np.ndarray]]:
-        """Returns the record and the tensors of an item; the pages stay mapped as long as a tensor is referenced.
+        """Returns the record and the tensors of an item. The file stays mapped while a tensor is in use.
 
-        Raises ValueError if ``digest`` is no digest, and `MediaGone` if it names no item of the folder.
+        Raises ValueError if ``digest`` is no digest, and `MediaGone` if the folder has no such item.
         """
         if not is_digest(digest):
             raise ValueError(f"media {digest!r}: a digest has 32 hexadecimal digits.")
@@ -118,7 +118,7 @@ class FolderReader:
         return read_item(memoryview(mapped))
 
     def fetch(self, items: Sequence[MediaItem]) -> None:
-        """Does nothing, because the folder has every item."""
+        """Returns at once, because the folder has every item."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         """Returns read-only views of an item's tensors by name."""
@@ -128,7 +128,7 @@ class FolderReader:
 class NodeReader:
     """Maps the files of a node's media folder, and fetches missing items. It implements `MediaReader`.
 
-    ``fetch(digests)`` copies items from other nodes and returns when the folder has them, or raises `MediaGone`.
+    ``fetch(digests)`` copies items from other nodes. It returns when the folder has the items, or raises `MediaGone`.
     """
 
     def __init__(self, folder: Path, *, fetch: Callable[[Sequence[str]], None]) -> None:
@@ -137,7 +137,7 @@ class NodeReader:
         self._fetch = fetch
 
     def fetch(self, items: Sequence[MediaItem]) -> None:
-        """Waits until the node has these items, with one call of ``fetch`` for the missing items."""
+        """Waits until the node has these items. One call of ``fetch`` copies all missing items."""
         if lacking := [item.digest for item in items if not (self._folder / item.digest).exists()]:
             self._fetch(lacking)
 

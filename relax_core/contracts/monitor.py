@@ -1,10 +1,11 @@
-"""The monitor: runs a table of periodic health checks, in every process that supervises other processes.
+"""The monitor runs a table of periodic health checks. Every process that supervises other processes has a monitor.
 
-A row holds a check's function, its interval, and the action on a finding; the finding names the failed part. The
-supervisor's table is in `relax_core/control/supervisor.py`, the controller's in `relax_core/control/controller.py`, and
-the table for Ray's daemons in `relax_core/control/host/ray_session.py`. An engine's owner has a table for its engine,
-and a pool has one for its engines (`relax_core/engines/engine_pool.py`). A check that may block on a process that does
-not answer runs in a separate thread, or starts a task in the event loop of a pool.
+A row of the table has a check's function, its interval, and the action for a finding. A finding names the failed part.
+The supervisor's table is in `relax_core/control/supervisor.py`, the controller's table in
+`relax_core/control/controller.py`, and the table for Ray's daemons in `relax_core/control/host/ray_session.py`. An
+engine owner has a table for its engine, and an engine pool has a table for its engines
+(`relax_core/engines/engine_pool.py`). A check may block if it calls a process that does not answer. Such a check runs
+in a separate thread, or starts a task in the event loop of a pool.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-LONGEST_GAP_S = 3.0  # between two checks; a longer gap was a pause of this process and does not count as silence
-# Records, while a block runs, what a worker waits for and the task that has to act (``on``).
+LONGEST_GAP_S = 3.0  # seconds between two checks; any longer time was a pause of this process
+# While a block runs, records the text of a worker's wait and the task that has to act (``on``).
 Waiting = Callable[..., AbstractContextManager[None]]
-JOIN_S = 3.0  # longest wait for the threads at the end; a thread's last check may run until its deadline
+JOIN_S = 3.0  # longest wait for the threads at the end; a thread's last check may use its full time limit
 
 
 def not_recorded(what: str, *, on: str) -> AbstractContextManager[None]:
@@ -30,7 +31,10 @@ def not_recorded(what: str, *, on: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Describes a failure: ``failed_part`` names the failed part, and ``how`` is a clause that follows this name."""
+    """Describes a failure.
+
+    ``failed_part`` is the name of the failed part, and ``how`` a clause that follows the name.
+    """
 
     failed_part: str
     how: str
@@ -46,9 +50,10 @@ class Finding:
 class Check:
     """Holds one row of a table.
 
-    ``look`` is called every ``every_s`` seconds. It returns None or a finding; an exception ends the loop. ``act`` gets
-    the finding; a row whose ``look`` never returns a finding needs no ``act``. A check with ``in_thread`` runs in a
-    separate thread and stops after its first finding; ``at_end`` is called in that thread at its end.
+    The monitor calls ``look`` every ``every_s`` seconds. ``look`` returns None or a finding; an exception ends the
+    monitor's loop. ``act`` is called with the finding. A check without findings needs no ``act``. A check with
+    ``in_thread`` runs in a separate thread and stops after its first finding; ``at_end`` is called when the thread
+    ends, in the thread.
     """
 
     name: str
@@ -65,13 +70,13 @@ class Check:
 
 
 class Monitor:
-    """Runs the checks of a table while it is used as a context manager; `tick` is one pass, in the table's order."""
+    """Runs the checks of a table. It is a context manager; `tick` makes one pass over the table, in order."""
 
     def __init__(self, checks: Sequence[Check], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._due = {check: 0.0 for check in checks if not check.in_thread}
         self._ended = threading.Event()
-        self._broken: BaseException | None = None  # the exception of a check in a separate thread
+        self._broken: BaseException | None = None  # the exception that a check in a separate thread raised
         self._threads = [
             threading.Thread(target=self._run_in_thread, args=(check,), name=f"monitor-{check.name}", daemon=True)
             for check in checks
@@ -100,7 +105,7 @@ class Monitor:
         self._ended.set()
 
     def tick(self, *, at_once: Collection[str] = (), only: Collection[str] | None = None) -> None:
-        """Runs the checks that are due (of ``only``, if given), and the checks in ``at_once``."""
+        """Runs the checks that are due, and the checks in ``at_once``. With ``only``, other due checks do not run."""
         if self._broken is not None:
             raise self._broken
         now = self._clock()

@@ -1,7 +1,7 @@
-"""Retries an action during a disk outage, which may end by itself, and distinguishes outages from other errors.
+"""Retries an action during a disk outage that may end by itself, and distinguishes outages from other errors.
 
-A disk may be full or mounted read-only for a while, a network disk may be interrupted, and another program may hold a
-lock on a database.
+Examples: a disk is full or mounted read-only for a while, a network disk is interrupted, or another program has locked
+a database.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-RETRY_S = 1.0  # between the starts of two tries
-OUTAGE_SHARE = 0.9  # fraction of run.stall_timeout_s after which an outage ends the run, before services restart
+RETRY_S = 1.0  # seconds between the starts of two attempts
+OUTAGE_SHARE = 0.9  # fraction of run.stall_timeout_s; a longer outage ends the run, before services restart
 
 _NUMBERS = frozenset(
     {
@@ -30,7 +30,7 @@ _SQLITE_CODES = frozenset(
         *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     }
 )
-SQLITE_CODE_MASK = 0xFF  # these bits of an extended SQLite code are its primary code
+SQLITE_CODE_MASK = 0xFF  # bits of an extended SQLite code that contain its primary code
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
@@ -39,24 +39,24 @@ log = logging.getLogger(__name__)
 
 
 def is_outage(error: BaseException) -> bool:
-    """Returns whether an OSError or SQLite error may disappear when the action is repeated."""
+    """Returns whether repeating the action may succeed after this OSError or SQLite error."""
     if isinstance(error, sqlite3.OperationalError):
         return sqlite_code(error) in _SQLITE_CODES
     return isinstance(error, OSError) and error.errno in _NUMBERS
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Returns whether a process lacked file descriptors, memory or processes; another process may get them."""
+    """Returns whether a process has no free file descriptor, memory or process left; another process may have some."""
     return isinstance(error, OSError) and error.errno in _EXHAUSTED
 
 
 def sqlite_code(error: sqlite3.Error) -> int:
-    """Returns the primary code of an SQLite error, 0 for an error of Python's module."""
+    """Returns the primary code of an SQLite error, 0 for an error that Python's sqlite3 module itself raised."""
     return int(getattr(error, "sqlite_errorcode", 0)) & SQLITE_CODE_MASK
 
 
 class Outage:
-    """Holds the current outage, its cause and its start; thread-safe for one writer.
+    """Holds the cause and the start of the current outage. One thread may write; any thread may read.
 
     ``what`` names the file or the work that waits. The start and the end of an outage are logged as warnings, and
     ``report`` is called with a text after each failed attempt.
@@ -68,7 +68,7 @@ class Outage:
 
     @property
     def problem(self) -> str:
-        """Returns text such as "No space left on device since 12 s"; "" without an outage."""
+        """Describes the outage, such as "No space left on device since 12 s"; "" without an outage."""
         now = self._now
         return "" if now is None else f"{now[0]} since {time.monotonic() - now[1]:.0f} s"
 
@@ -79,7 +79,7 @@ class Outage:
         return 0.0 if now is None else time.monotonic() - now[1]
 
     def met(self, error: BaseException) -> None:
-        """Records an attempt that failed because of an outage."""
+        """Records that an attempt failed because of an outage."""
         cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         if self._now is None:
             log.warning("%s waits for the disk: %s", self._what, cause)
@@ -96,10 +96,10 @@ class Outage:
 def retry_through_outage(
     action: Callable[[], T], outage: Outage, *, limit_s: float, given_up: threading.Event | None = None
 ) -> T:
-    """Repeats ``action`` every `RETRY_S` while it fails because of an outage, and returns its value.
+    """Calls ``action`` every `RETRY_S` seconds until it no longer fails because of an outage. Returns its value.
 
-    Raises the newest error once ``limit_s`` seconds have passed since the first error, or once ``given_up`` is set.
-    Raises other errors of ``action`` at once.
+    Raises the newest error when ``limit_s`` seconds have passed since the first error, or when ``given_up`` is set.
+    Immediately raises errors of ``action`` that are no outage.
     """
     wait = threading.Event() if given_up is None else given_up
     first: float | None = None

@@ -1,4 +1,4 @@
-"""Checks the output paths of commands, so that no command overwrites or removes existing files."""
+"""Checks the output paths of commands, so commands never overwrite or remove existing files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_core.contracts.private_folder import private_folder
 
 
 def check_output_folder(folder: Path, *, option: str) -> None:
-    """Raises ValueError, with ``option``, value and fix, unless ``folder`` is missing or an empty folder."""
+    """Raises ValueError, with ``option``, value and fix, if ``folder`` exists and is not an empty folder."""
     fix = "Name a folder that does not exist, or an empty one."
     if folder.is_symlink():
         raise ValueError(f"{option}={folder} is a link, which would be replaced. {fix}")
@@ -23,7 +23,7 @@ def check_output_folder(folder: Path, *, option: str) -> None:
 
 
 def check_output_file(path: Path, *, option: str) -> None:
-    """Raises ValueError, with ``option``, value and fix, if something exists at ``path``, or its folder is missing."""
+    """Raises ValueError, with ``option``, value and fix, if ``path`` exists or its folder is missing."""
     if path.is_symlink() or path.exists():
         raise ValueError(f"{option} {path} exists, and nothing is overwritten. Name another file, or remove it.")
     if not path.absolute().parent.is_dir():
@@ -31,13 +31,13 @@ def check_output_file(path: Path, *, option: str) -> None:
 
 
 def numbered(path: Path, *, suffix: str = "") -> Iterator[Path]:
-    """Yields ``path``, then endlessly the same name with a number before ``suffix``: NAME-2, NAME-3."""
+    """Yields ``path``, then the same name with increasing numbers before ``suffix``, without end: NAME-2, NAME-3."""
     name = path.name.removesuffix(suffix)
     return itertools.chain([path], (path.with_name(f"{name}-{number}{suffix}") for number in itertools.count(2)))
 
 
 def next_free(path: Path) -> Path:
-    """Returns the first free path of ``path`` and its numbered names: trace.json, trace-2.json, trace-3.json."""
+    """Returns the first path that does not exist among ``path`` and its numbered names: trace.json, trace-2.json, …."""
     return next(
         candidate
         for candidate in numbered(path, suffix=path.suffix)
@@ -46,15 +46,15 @@ def next_free(path: Path) -> Path:
 
 
 def new_private_folder(wanted: Path, *, key: str) -> Path:
-    """Makes folder ``wanted`` as `private_folder` does if it is missing or empty, else the next free DIR-2.
+    """Makes the folder ``wanted`` as `private_folder` does, if ``wanted`` is missing or empty.
 
-    Returns the folder. Raises as `private_folder` does.
+    Otherwise makes the next free folder, such as DIR-2. Returns the folder. Raises as `private_folder` does.
     """
     for folder in numbered(wanted):
         empty = folder.is_dir() and not any(folder.iterdir())
         if empty or not folder.exists():
             try:
                 return private_folder(folder, key=key, exist_ok=empty)
-            except FileExistsError:  # another process has just made it
+            except FileExistsError:  # another process has just made the folder
                 continue
     raise AssertionError("`numbered` does not end")

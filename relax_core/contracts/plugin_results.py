@@ -1,4 +1,4 @@
-"""Helpers to call plug-ins safely: errors for wrong results, containment of exits, copies and number conversion."""
+"""Helpers to call plug-ins safely: they report wrong results, contain exits, copy inputs and convert numbers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from typing import Any, NoReturn
 
 from relax_core.contracts.untrusted_values import shown
 
-# The largest absolute value of a reward. Its square, and a sum of some thousand squares, are finite in float32.
+# The largest absolute value of a reward. The sum of some thousand squares of such rewards is finite in float32.
 MAX_REWARD = 1e15
 
 
 class WrongResult(TypeError):
-    """A plug-in returned a result that its contract does not allow; the text names both."""
+    """A plug-in returned a result that its contract does not allow; the text names the plug-in and the result."""
 
 
-_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # id of the process that runs plug-in code now
+_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # id of the process that currently runs plug-in code
 _exit_process = os._exit
 
 
 def contain_exits() -> None:
-    """Turns ``os._exit`` in plug-in code into an error of the plug-in, for a process that runs other code, too."""
+    """Turns ``os._exit`` in plug-in code into an error of the plug-in, for processes that also run other code."""
     os._exit = _exit
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends the process as ``os._exit`` does, but raises if a plug-in calls it in the process that runs the plug-in."""
+    """Replaces ``os._exit``: raises if plug-in code calls it in the process that runs the plug-in, else exits."""
     if _plugin_process.get(0) == os.getpid():
         raise _ProcessExit(f"it called os._exit({status})")
     _exit_process(status)
 
 
 class PluginStopped(RuntimeError):
-    """A plug-in raised a non-`Exception` such as SystemExit, or called ``os._exit``; the text says which."""
+    """A plug-in raised a BaseException such as SystemExit, or called ``os._exit``; the text says which of the two."""
 
 
 class _ProcessExit(BaseException):
@@ -54,8 +54,9 @@ class _ProcessExit(BaseException):
 class Contained:
     """Wraps a block of plug-in code and raises `PluginStopped` for exceptions that are no `Exception`.
 
-    A cancellation of the running task and the KeyboardInterrupt of a signal pass unchanged. After `contain_exits` it
-    also raises `PluginStopped` for ``os._exit``, except in a child process that the block forks.
+    A cancellation of the running task and the KeyboardInterrupt of a signal are raised unchanged. After a call of
+    `contain_exits`, ``os._exit`` in the block also raises `PluginStopped`, except in a child process that the block
+    forks.
     """
 
     def __enter__(self) -> None:
@@ -64,7 +65,7 @@ class Contained:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, GeneratorExit):  # raised in another context if a coroutine is never awaited
+        if not isinstance(error, GeneratorExit):  # may be raised in another context, where reset fails
             _plugin_process.reset(self._token)
         if error is None or isinstance(error, Exception) or _comes_from_outside(error):
             return
@@ -73,8 +74,8 @@ class Contained:
 
 
 def _comes_from_outside(error: BaseException) -> bool:
-    """Returns whether an exception may come from a signal or a cancellation, not from the plug-in."""
-    if isinstance(error, KeyboardInterrupt):  # Python raises it for a signal only in the main thread
+    """Returns whether an exception may come from a signal or a cancellation and not from the plug-in."""
+    if isinstance(error, KeyboardInterrupt):  # a signal raises KeyboardInterrupt only in the main thread
         return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT))
     if isinstance(error, asyncio.CancelledError):
         try:
@@ -86,7 +87,7 @@ def _comes_from_outside(error: BaseException) -> bool:
 
 
 def contained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plug-in's function wrapped in `Contained`; it is async if ``function`` is."""
+    """Returns a plug-in's function wrapped in `Contained`; it is async if ``function`` is async."""
     if is_async(function):
 
         @functools.wraps(function, updated=())
@@ -105,7 +106,7 @@ def contained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Returns whether a function has to be awaited; it may be an object with an ``async def __call__``."""
+    """Returns whether a function has to be awaited; the function may be an object with an ``async def __call__``."""
     whole = inspect.unwrap(function)
     return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)
 
@@ -117,9 +118,9 @@ def contained_spec(spec: Any) -> Any:
 
 
 def copy_containers(value: Any) -> Any:
-    """Returns a copy of a data row's value with new lists and mappings; texts, bytes and media are shared.
+    """Copies the lists and mappings in a data row's value; the copy shares texts, bytes and media with the original.
 
-    So a plug-in's changes do not affect other samples, epochs or evaluations.
+    So a plug-in that changes the copy does not affect other samples, epochs or evaluations.
     """
     if isinstance(value, Mapping):
         return {name: copy_containers(inner) for name, inner in value.items()}
@@ -133,7 +134,7 @@ def copy_containers(value: Any) -> Any:
 
 
 class PluginFunction:
-    """Describes a plug-in's function and makes errors about its results."""
+    """Names a plug-in's function and makes the errors for its wrong results."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
         whole = inspect.unwrap(function)  # the function may be an object with __call__
@@ -147,7 +148,7 @@ class PluginFunction:
         return WrongResult(f"{self._words} returned{of}{shown(came)} of type {type(came).__name__}. Wanted: {wanted}.")
 
     def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
-        """Returns the error for a result that is not the expected tensor, with the result's shape and dtype."""
+        """Returns the error for a result that is not the expected tensor; it has the result's shape and dtype."""
         if not hasattr(came, "shape"):
             return self.wrong(came, wanted, what=what)
         described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
@@ -155,16 +156,16 @@ class PluginFunction:
 
 
 def not_awaited(came: Any) -> Any:
-    """Closes a coroutine that a plain function returned, so that Python does not warn about it later."""
+    """Closes a coroutine that a plain function returned. Otherwise Python would warn about the coroutine later."""
     if inspect.iscoroutine(came):
         came.close()
     return came
 
 
 def as_number(value: object) -> float | None:
-    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object.
+    """Converts a Python number, or an array or tensor with one element, to a float. Returns None for other objects.
 
-    The result is infinite for an integer or a fraction beyond the range of floats. An object that raises gives None.
+    Returns infinity for an integer or a fraction beyond the range of floats, and None if the conversion raises.
     """
     if isinstance(value, numbers.Real):
         return _as_float(value)
@@ -176,9 +177,9 @@ def as_number(value: object) -> float | None:
 
 
 def too_large(number: float) -> str | None:
-    """Returns why a number cannot be trained on; None if it is finite and its absolute value at most `MAX_REWARD`."""
+    """Returns why a number cannot be a reward; None if it is finite and its absolute value is at most `MAX_REWARD`."""
     if not math.isfinite(number):
-        return "which is no number to train on"
+        return "which cannot be trained on"
     if abs(number) > MAX_REWARD:
         return f"which is larger than {MAX_REWARD:g}, so sums of its squares overflow"
     return None
@@ -189,5 +190,5 @@ def _as_float(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-    except Exception:  # a plug-in's number type is untrusted code
+    except Exception:  # a number class of a plug-in is untrusted code
         return None

@@ -1,4 +1,4 @@
-"""Creates and checks private folders, such as run folders and caches, that no other user can read, change or lock."""
+"""Creates and checks private folders, such as run folders and caches. Only this user can read, change or lock them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pathlib import Path
 
 MODE = 0o700
 CACHE_KEY = "XDG_CACHE_HOME"
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton store compiled code below this folder
 _OTHERS = 0o077  # the permissions of group and others
 _ROOT = 0
-_MAX_LINKS = 40  # as many as the kernel follows in one path
+_MAX_LINKS = 40  # largest number of links that the kernel follows in one path
 _ALL_USERS = ["0", "0", str(2**32 - 1)]
 
 
 def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
-    """Makes a folder of mode 0700 with its missing parents, or makes an existing folder private, and returns it.
+    """Makes a folder of mode 0700 with missing parents, or makes an existing folder private. Returns the folder.
 
     ``key`` names the setting in errors, and on stderr when the mode of an existing folder is changed. Raises
     ValueError, with key, value and fix, if the folder, a parent, or a link in the path belongs to another user, or if
-    all users may rename a parent: another user could then replace the folder. A folder below /tmp is allowed, because
-    only the owner of a file may rename it there; /tmp itself is refused, because all users share it. Raises
-    FileExistsError if the folder exists and ``exist_ok`` is False, and OSError if it cannot be made.
+    all users may rename a parent, because another user could then replace the folder. A folder below /tmp is allowed,
+    because only the owner of a file in /tmp may rename the file. /tmp itself is refused, because all users share it.
+    Raises FileExistsError if the folder exists and ``exist_ok`` is False, and OSError if the folder cannot be made.
 
     A group-writable parent is accepted: members of a group are trusted.
     """
@@ -67,11 +67,11 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
 
 
 def _made(entry: Path) -> tuple[bool, os.stat_result]:
-    """Makes a folder if the path does not exist; returns whether it did, and the path's lstat."""
+    """Makes a folder if the path does not exist. Returns whether it made the folder, and the path's lstat."""
     try:
         return False, entry.lstat()
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another process has just made it: it is checked like any other folder
+        with suppress(FileExistsError):  # another process has just made the folder; it is checked like any other folder
             entry.mkdir(mode=MODE)
             return True, entry.lstat()
         return False, entry.lstat()
@@ -91,11 +91,11 @@ def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Pat
 
 def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
     """Raises ValueError if another user could rename entries of a folder."""
-    # Root in a container may work below a mounted folder of the user who started the container.
+    # Root in a container may use a mounted folder that belongs to the user who started the container.
     if os.geteuid() != _ROOT and state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
         raise ValueError(
             f"{named}: {parent} belongs to another user (uid {state.st_uid}), who could replace the folder. "
-            "Choose a folder below one of your own."
+            "Choose a folder below a folder that you own."
         )
     if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
         raise ValueError(
@@ -106,9 +106,9 @@ def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
 
 @cache
 def _missing_user() -> int | None:
-    """Returns the uid that stands for all users outside this process's user namespace; None if it has all users.
+    """Returns the uid shown for all users outside this process's user namespace; None if the namespace has all users.
 
-    The root folder of some containers, and folders that are mounted into one, belong to such a user.
+    The root folder of some containers, and folders mounted into a container, belong to this uid.
     """
     if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS:
         return None
@@ -137,7 +137,8 @@ def _make_private(folder: Path, *, named: str) -> None:
 def user_cache(*names: str) -> Path:
     """Returns a path in Relax's user cache: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
 
-    ``names`` are the parts of the path below it. An existing cache is made private; a missing cache is not created.
+    ``names`` are the parts of the path below the cache. An existing cache is made private; a missing cache is not
+    created.
     """
     folder = Path(os.environ.get(CACHE_KEY) or Path.home() / ".cache", "relax")
     if folder.exists():
@@ -148,14 +149,14 @@ def user_cache(*names: str) -> Path:
 def set_compile_cache(environment: MutableMapping[str, str]) -> None:
     """Sets the folder for torch's compiled code, unless the user has set it.
 
-    torch's own default is /tmp/torchinductor_NAME. Another user could make that folder first and put code into it.
+    torch's default is /tmp/torchinductor_NAME. Another user could create that folder first and put code into it.
     """
     if COMPILE_CACHE not in environment:
         environment[COMPILE_CACHE] = str(private_folder(user_cache("torchinductor"), key=CACHE_KEY))
 
 
 def set_private_files() -> int:
-    """Makes new files of this process and its later children private to this user. Returns the earlier umask."""
+    """Makes new files of this process and its later children private to this user. Returns the previous umask."""
     return os.umask(_OTHERS)
 
 
@@ -171,7 +172,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def unshared_writes() -> Iterator[None]:
-    """Makes new files writable only by this user until the block ends; the user's umask still decides about reads."""
+    """Makes new files writable only by this user until the block ends; the user's umask still decides who may read."""
     earlier = set_private_files()
     os.umask(earlier | 0o022)
     try:
@@ -185,9 +186,12 @@ _POLL_S = 0.1
 
 @contextmanager
 def file_locked(path: Path, *, deadline_s: float, makes: str) -> Iterator[None]:
-    """Holds a lock file that excludes other processes. The kernel releases it when the process dies.
+    """Locks a file while the block runs, which excludes other processes.
 
-    Raises TimeoutError if another process holds the lock for ``deadline_s``; ``makes`` says in the error what it makes.
+    The kernel releases the lock when the process dies.
+
+    Raises TimeoutError if another process holds the lock longer than ``deadline_s`` seconds. ``makes`` names for the
+    error the thing that the lock's holder makes.
     """
     give_up = time.monotonic() + deadline_s
     with path.open("w") as file:
@@ -205,11 +209,11 @@ def file_locked(path: Path, *, deadline_s: float, makes: str) -> Iterator[None]:
 
 
 def folder_made_once(folder: Path, make: Callable[[Path], None], *, deadline_s: float, makes: str) -> Path:
-    """Returns a folder of the user's cache, which ``make`` fills on first use.
+    """Returns a folder of the user's cache; ``make`` creates its content on first use.
 
-    ``make`` gets an empty temporary folder, which is then renamed, so that no process sees a half-made folder. Other
-    processes that call it at the same time wait for the first. Raises as ``make``, `private_folder` and `file_locked`
-    do, and then removes the temporary folder.
+    ``make`` fills an empty temporary folder, which is then renamed, so no process sees an incomplete folder. If several
+    processes call this function at the same time, all wait for the first call. If ``make``, `private_folder` or
+    `file_locked` raises, the error is passed on and the temporary folder is removed.
     """
     if folder.is_dir():
         return folder

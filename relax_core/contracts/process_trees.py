@@ -1,8 +1,8 @@
 """Kills processes and all their children, including stopped processes.
 
-It uses signals and psutil, because Ray's kill takes seconds for a process that does not answer. A subreaper is a
-process whose descendants become its children if they lose their parent, so that it can kill all of them. Linux offers
-this through prctl(2), which neither the standard library nor psutil wraps.
+This module uses signals and psutil, because Ray's kill takes seconds for a process that does not answer. A subreaper is
+a process that becomes the parent of its descendants when they lose their parent, so it can find and kill all of them. A
+process becomes a subreaper by Linux's prctl(2), which the standard library and psutil do not wrap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 
 EXIT_TIMEOUT_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 POLL_S = 0.005
-EXITED = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # each `process_state` of a process that has exited
+EXITED = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # values of `process_state` for a process that has exited
 PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -30,7 +30,7 @@ def kill(pid: int) -> None:
 
 
 def kill_trees(pids: Iterable[int]) -> None:
-    """Kills these processes of this machine and all of their children, and waits until they have exited.
+    """Kills these processes of this machine and all their children, and waits until all have exited.
 
     Raises RuntimeError, which names the remaining processes, after ``EXIT_TIMEOUT_S`` seconds.
     """
@@ -53,7 +53,7 @@ def kill_trees(pids: Iterable[int]) -> None:
 
 
 def _has_exited(process: psutil.Process) -> bool:
-    """Returns whether a process has exited; a zombie, whose parent has not waited for it yet, counts as exited."""
+    """Returns whether a process has exited or is a zombie (its parent has not waited for it yet)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -61,9 +61,9 @@ def _has_exited(process: psutil.Process) -> bool:
 
 
 class OwnedProcesses:
-    """Kills processes of this machine whose owners have exited.
+    """Kills processes of this machine when their owner process has exited.
 
-    Such a process normally ends by itself after its owner, unless it is stopped or hangs.
+    Such a process normally ends by itself after its owner. It remains if it is stopped or hangs.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class OwnedProcesses:
             self._end(name)
             known = None
         seen = {process.pid: process for process in known[1]} if known is not None else {}
-        with suppress(psutil.NoSuchProcess):  # it has just exited; the next poll reports that
+        with suppress(psutil.NoSuchProcess):  # the process has just exited; the next poll reports the exit
             process = known[0] if known is not None else psutil.Process(owner)
             self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
 
@@ -95,7 +95,7 @@ class OwnedProcesses:
 
     def _end(self, name: str) -> None:
         for process in self._owners.pop(name)[1]:
-            with suppress(psutil.NoSuchProcess):  # psutil raises it also if another process has the process id now
+            with suppress(psutil.NoSuchProcess):  # psutil also raises this if another process now has the process id
                 for member in (process, *process.children(recursive=True)):
                     member.kill()
 
@@ -115,7 +115,7 @@ def prctl(option: int, value: int | ctypes.c_char_p) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of descendants that lose their parent, so that `end_children` finds them."""
+    """Makes this process the parent of descendants that lose their parent, so `end_children` finds them."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

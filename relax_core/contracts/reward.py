@@ -1,4 +1,7 @@
-"""The contract of a reward: a function of a response and its data row that runs in the rollout or a worker process."""
+"""The contract of a reward: a function of a response and its data row.
+
+It runs in the rollout or in a worker process.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
 
     from relax_core.contracts.judge import JudgePlan
 
-AUTO = "auto"  # reward.shadow: the shadow reward in the reward's SPEC
+AUTO = "auto"  # a value of reward.shadow: use the shadow reward that the reward's SPEC names
 WARN, REFUSE, OFF = "warn", "refuse", "off"  # reward.audit
 REPORT, MASK, HALT = "report", "mask", "halt"  # reward.on_hack
 EVALUATED = "eval/"  # prefix of the uids of evaluation episodes
-_SHOWN = 100  # characters of each side of a comparison
+_SHOWN = 100  # most characters of each of the two texts in a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +30,18 @@ class RewardInput:
     """Holds the input of a reward for one response.
 
     ``response`` is the text of the sampled tokens without the stop token. ``stop_string`` is the string of rollout.stop
-    that ended the response and is part of it, else empty. ``stopped`` is False if the response was cut at the token
-    limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's uid
-    and ``where`` the data row's file and line, or its number in an evaluation set.
+    that ended the response, else empty; the response contains this string. ``stopped`` is False if the response was cut
+    at the token limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the
+    episode's uid. ``where`` is the data row's file and line, or its number in an evaluation set.
 
-    In a multi-turn env, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
-    responses, in order. ``turn_rewards`` has the env's reward for each turn, None if it gave none. ``messages`` is the
-    whole conversation with the responses. ``ended`` is the reason why the episode ended
-    (`relax_core.contracts.env.Ended`). These four are empty in single-turn episodes.
+    In a multi-turn env, ``response`` and ``stopped`` describe the last turn. ``turns`` has the texts of all responses,
+    in order. ``turn_rewards`` has the env's reward for each turn, None for a turn without a reward. ``messages`` is the
+    whole conversation, including the responses. ``ended`` is the reason why the episode ended
+    (`relax_core.contracts.env.Ended`). The last four fields are empty in single-turn episodes.
 
-    ``media`` describes the items of the conversation, in order; `frames` and `features` return their tensors. No field
-    holds their bytes: the row and the messages have a file name, or the number of bytes of an item without a file.
-    ``media_folder`` is the folder of the items' files.
+    ``media`` describes the media items of the conversation, in order; `frames` and `features` return their tensors. No
+    field contains the items' bytes: the row and the messages have an item's file name, or its number of bytes if it has
+    no file. ``media_folder`` is the folder of the items' files.
     """
 
     response: str
@@ -57,7 +60,7 @@ class RewardInput:
 
     @property
     def is_trained(self) -> bool:
-        """Returns whether the answer belongs to training, not to an evaluation or to a call outside of a run."""
+        """Returns whether the answer belongs to training, and not to an evaluation or a call outside a run."""
         return bool(self.uid) and not self.uid.startswith(EVALUATED)
 
     @property
@@ -66,17 +69,17 @@ class RewardInput:
         return self.response.partition(self.stop_string)[0] if self.stop_string else self.response
 
     def frames(self, number: int) -> np.ndarray:
-        """Returns the pixels of ``media[number]`` as the model sees them.
+        """Returns the pixels of ``media[number]`` that the model gets.
 
-        They are read-only uint8 ``[frames, height, width, 3]``, mapped from the item's file, also in worker processes.
-        Raises ValueError if the file is missing or if the item is a sound.
+        The result is read-only uint8 ``[frames, height, width, 3]``, mapped from the item's file, also in worker
+        processes. Raises ValueError if the file is missing or the item is a sound.
         """
         return self._tensor(number, "frames")
 
     def features(self, number: int) -> np.ndarray:
         """Returns the audio features of ``media[number]``, read-only float32 ``[mel bins, frames]``.
 
-        Raises ValueError if its file is missing or if the item has no sound.
+        Raises ValueError if the item's file is missing or the item has no sound.
         """
         return self._tensor(number, "features")
 
@@ -96,16 +99,16 @@ class RewardInput:
 class RewardOutput:
     """Holds the result of a reward for one response.
 
-    ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` is True
-    if the answer is fully correct; it determines accuracy. ``reason`` says why there is no reward, else it is empty.
-    ``answer`` is the answer that the reward extracted, for majority votes (maj@k) in evaluations; it is empty if the
-    reward found no answer, and None if the whole response is the answer. ``why`` is a short explanation: the compared
-    texts, or a judge's output. ``cause`` is one lower-case word, such as ``timeout``; metrics count answers without a
-    reward by cause.
+    ``reward`` is None if the reward could not be computed; the sample is then dropped, not trained with reward 0.
+    ``exact`` is True if the answer is fully correct; accuracy is the share of exact answers. ``reason`` says why the
+    reward is None, else it is empty. ``answer`` is the answer that the reward extracted, for majority votes (maj@k) in
+    evaluations. It is empty if the reward found no answer, and None if the whole response is the answer. ``why`` is a
+    short explanation: the compared texts, or a judge's output. ``cause`` is one lower-case word, such as ``timeout``; a
+    metric for each cause counts the answers without a reward.
 
-    Numbers must be finite and at most 1e15 in absolute value, otherwise there is no reward. ``why``, ``reason``,
-    ``answer`` and ``cause`` are cut at `MAX_WHY`, `MAX_REASON`, `MAX_ANSWER` and `MAX_CAUSE` characters. There are
-    at most `MAX_PARTS` parts.
+    If a number is not finite or above 1e15 in absolute value, the answer has no reward. ``why``, ``reason``, ``answer``
+    and ``cause`` are cut at `MAX_WHY`, `MAX_REASON`, `MAX_ANSWER` and `MAX_CAUSE` characters. There are at most
+    `MAX_PARTS` parts.
     """
 
     reward: float | None
@@ -118,10 +121,11 @@ class RewardOutput:
 
 
 def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> RewardOutput:
-    """Returns the output with two more parts: whether the shadow reward accepts the answer, and the gap.
+    """Returns the output with two more parts: whether the shadow reward accepts the answer, and the gap of the rewards.
 
-    The gap is 1 if only the reward accepts the answer, -1 if only the shadow does, and 0 if they agree. If one of the
-    two gives no reward, the output is not changed. With ``mask`` an answer with a gap of 1 has no reward.
+    The gap is 1 if only this reward accepts the answer, -1 if only the shadow reward accepts it, and 0 if the two
+    agree. If either output has no reward, this output is returned unchanged. With ``mask`` an answer with a gap of 1
+    has no reward.
     """
     if output.reward is None or shadow.reward is None:
         return output
@@ -133,12 +137,12 @@ def with_shadow(output: RewardOutput, shadow: RewardOutput, *, mask: bool) -> Re
 
 
 def compared(found: str | None, wanted: str) -> str:
-    """Returns text for `RewardOutput.why`: the answer in a response (None for no answer) and the reference answer."""
+    """Returns a text for `RewardOutput.why` with the response's answer (None: no answer) and the reference answer."""
     return f"{'no answer' if found is None else repr(found[:_SHOWN])} against {wanted[:_SHOWN]!r}"
 
 
 class RewardUnusable(ValueError):
-    """The reward cannot score any answer, because its settings or server are wrong; the run ends with this error."""
+    """The reward cannot score answers, because its settings or its server are wrong. The run ends with this error."""
 
 
 @dataclass(frozen=True)
@@ -146,23 +150,24 @@ class RewardConfig:
     """Holds the settings that all rewards share.
 
     ``timeout_s`` is the time limit in seconds to score one answer. ``memory_gib`` is the memory limit in GiB of an
-    isolated reward's process while it scores. ``max_failed`` is the largest share of answers without a reward, over the
-    newest data rows; above it the run ends.
+    isolated reward's process while it scores. ``max_failed``: the run ends if a larger share of the answers to the
+    newest data rows has no reward.
 
-    With ``sandbox`` "auto" the processes of isolated rewards run in the sandbox if the machine has one; "none" is for
-    rewards that need this user's files, variables or network.
+    With ``sandbox`` "auto" the processes of isolated rewards run in the sandbox if the machine has a sandbox; "none" is
+    for rewards that need this user's files, environment variables or network.
 
-    ``by`` is the data column that names a row's reward; a row without a value uses the reward ``name``. ``parts``
-    describes other rewards (`reward_parts`): the parts of a reward with ``combine``, or, with ``by``, the settings of
+    ``by`` is the data column that names a row's reward; for a row without a value the reward is ``name``. ``parts``
+    describes further rewards (`reward_parts`): the parts of a reward with ``combine``; or, with ``by``, the settings of
     the rewards that rows name.
 
-    ``audit`` is warn, refuse or off: the reaction if the check before the start finds that the reward accepts wrong
-    answers. A family of wrong answers is reported if it is accepted in more than the share ``audit_limit`` of the rows.
+    Before the start Relax checks whether the reward accepts wrong answers of several families. ``audit`` (warn, refuse
+    or off) is the reaction. A family of wrong answers is reported if the reward accepts it in more than the share
+    ``audit_limit`` of the rows.
 
-    ``shadow`` is the name of an independent, stricter reward that scores the same answers and is never trained, or an
-    entry as in ``parts``; "auto" uses the reward's `RewardSpec.shadow`, and None uses no shadow. ``shadow_share`` is
-    the share of the groups that it scores. ``on_hack`` is report, mask or halt: the reaction to answers that the reward
-    accepts and the shadow rejects.
+    ``shadow`` is the shadow reward: an independent, stricter reward that scores the same answers and is never trained.
+    The value is its name or an entry as in ``parts``; "auto" means the reward's `RewardSpec.shadow`, and None means no
+    shadow reward. ``shadow_share`` is the share of the groups that the shadow reward scores. ``on_hack`` (report, mask
+    or halt) is the reaction to answers that the reward accepts and the shadow reward rejects.
     """
 
     name: str
@@ -179,8 +184,8 @@ class RewardConfig:
     on_hack: str = REPORT
 
 
-SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # parts of an answer's reward, see `with_shadow`
-UNCONFIRMED = "unconfirmed"  # the cause if an answer has no reward because the shadow rejects it
+SHADOW, SHADOW_GAP = "shadow", "shadow_gap"  # names of the parts that `with_shadow` adds to an answer's reward
+UNCONFIRMED = "unconfirmed"  # the cause of an answer that has no reward because the shadow reward rejects the answer
 Scored = RewardOutput | float
 MAX_WHY = 300  # characters
 MAX_REASON = 2000  # characters
@@ -193,9 +198,10 @@ MAX_PARTS = 256
 class RewardPart:
     """Holds one entry of ``reward.parts``: a reward with settings, weight and condition.
 
-    ``label`` is the part's name in metrics. ``reward`` is the name of a reward and ``settings`` are its settings.
-    ``weight`` is its factor in a sum. ``when`` maps columns to allowed values and selects the data rows that the part
-    scores; empty means all rows. Without ``optional``, an answer without a reward of this part has no reward at all.
+    ``label`` is the part's name in metrics. ``reward`` is the name of a reward, and ``settings`` are the settings of
+    this reward. ``weight`` is the part's factor in the weighted sum. ``when`` selects the data rows that the part
+    scores: it maps columns to allowed values; empty means all rows. If ``optional`` is False and this part has no
+    reward, the answer has no reward.
     """
 
     label: str
@@ -210,14 +216,14 @@ class RewardPart:
         return all(row.get(column) in values for column, values in self.when.items())
 
 
-_OF_PART = ("reward", "name", "weight", "when", "optional")  # the keys of an entry that are not its reward's settings
+_OF_PART = ("reward", "name", "weight", "when", "optional")  # the keys of an entry that are not settings of its reward
 
 
 def reward_parts(config: RewardConfig) -> list[RewardPart]:
     """Returns the entries of ``config.parts``, in order.
 
-    Raises ValueError (key, value, fix) for an entry without a reward, a weight that is no finite number, a condition
-    that is no mapping, two entries with the same name, and an entry with ``by`` or ``parts``.
+    Raises ValueError (key, value, fix) for an entry without a reward, a weight that is not finite, a condition that is
+    no mapping, two entries with the same name, and an entry with ``by`` or ``parts``.
     """
     found: list[RewardPart] = []
     for number, entry in enumerate(config.parts):
@@ -257,37 +263,38 @@ def reward_part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """Describes one reward, with exactly one of three functions: ``score``, ``score_group`` or ``combine``.
+    """Describes one reward by exactly one of the three functions ``score``, ``score_group`` and ``combine``.
 
-    ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
-    entry for each. ``combine`` runs in the rollout's event loop; it takes an answer and the outputs, by label, of all
-    ``config.parts`` that apply to its data row and have a reward. A function may return a plain number instead of a
-    `RewardOutput`; the answer is then exact if the number is 1.
+    ``score`` scores one answer. ``score_group`` scores a list of answers to the same data row and returns a list with
+    one entry for each answer. ``combine`` runs in the rollout's event loop. Its arguments are an answer and the outputs
+    of parts, by label: the parts of ``config.parts`` that apply to the data row and have a reward. A function may
+    return a `RewardOutput` or a plain number; with a plain number, the answer is exact if the number is 1.
 
     An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s`` seconds
-    for each answer. Several calls may run at the same time; plain functions run in threads. ``tasks`` lists the
-    generated tasks (``data.task``) to which the reward is limited; empty means any task. ``scores_turns``: it reads the
-    env's turn rewards, so a single-turn env is refused.
+    for each answer. A plain function runs in a thread. Several calls may run at the same time. ``tasks`` lists the
+    generated tasks (``data.task``) that the reward can score; empty means any task. ``scores_turns``: the reward reads
+    the env's turn rewards, so the run refuses a single-turn env.
 
     ``isolated``: the function calls library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
     plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for invalid settings.
-    ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
-    ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
-    the start, so it must be fast. ``right_answers`` returns correct responses for a label in the reward's own format;
-    before the start the reward scores them, and a label with a response that is not exact is reported.
+    ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout. ``check_row`` raises
+    ValueError if the reward cannot read the answer or another column of a data row; it runs before the start, so it
+    must be fast. ``right_answers`` returns correct responses for a reference answer, in the format that the reward
+    expects. Before the start the reward scores these responses; a reference answer with a response that is not exact is
+    reported.
 
     ``needs_sandbox``: the library of an isolated reward executes answers as programs. The run does not start without a
-    sandbox, and each call gets its own process, which cannot create programs, files or processes. ``reads`` returns the
-    files and folders, in addition to the reward's file, that an isolated reward may read in the sandbox.
+    sandbox. Each call runs in a new process, which cannot create programs, files or processes. ``reads`` returns files
+    and folders that an isolated reward may read in the sandbox, in addition to the reward's file.
 
-    ``shadow`` names the reward that checks this reward during a run (``reward.shadow=auto``), empty for none.
+    ``shadow`` names the shadow reward of this reward (``reward.shadow=auto``); empty means no shadow reward.
 
-    ``judges`` returns the judges that an async reward calls; its inputs are then of the class
+    ``judges`` returns the judges that an async reward calls; the reward's inputs are then of the class
     `relax_core.contracts.judge.JudgedInput`.
 
-    Raises ValueError unless exactly one function is given, and for an isolated async function, for ``judges`` without
-    an async function, and for ``needs_sandbox`` without ``isolated``.
+    Raises ValueError if not exactly one of the three functions is given, for an isolated async function, for ``judges``
+    without an async function, and for ``needs_sandbox`` without ``isolated``.
     """
 
     name: str
@@ -332,8 +339,8 @@ class RewardSpec:
 
     @property
     def is_async(self) -> bool:
-        """Returns whether the function must be awaited; it may be an object with an ``async def __call__``."""
+        """Returns whether the reward's function must be awaited, also for an object with an ``async def __call__``."""
         if self.combine is not None:
             return False
-        function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of them is there
+        function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of the two exists
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

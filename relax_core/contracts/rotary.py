@@ -1,8 +1,8 @@
 """Computes rotary positions with three axes (time, height, width) from a tree and its media items.
 
-A text token advances all three positions by 1. The rows of an item that starts at position p have the positions
-p + offsets, and the token after the item has p + advance. A branch continues from its parent. Therefore positions need
-not be stored or sent.
+A text token advances all three positions by 1. If an item starts at position p, its rows have the positions p +
+offsets, and the token after the item has position p + advance. A branch continues from its parent row. Positions are
+computed from the tree, so they are not stored or sent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from relax_core.contracts.media import Media
 
 
 def rotary_positions(runs: Chains, media: Sequence[Media]) -> np.ndarray:
-    """Returns the rotary positions of all rows of a tree, ``[3, rows]``; float64 if an item has fractions, else int64.
+    """Returns the rotary positions of a tree's rows, ``[3, rows]``, as int64.
 
-    An item's rows lie in one chain.
+    If an item has fractional offsets, the result is float64.
+
+    All rows of an item must be in one chain.
     """
     rows = int(runs.stop[-1])
     fractional = any(medium.item.fractional for medium in media)
@@ -34,7 +36,7 @@ def rotary_positions(runs: Chains, media: Sequence[Media]) -> np.ndarray:
 
 
 def rotary_of_sequence(length: int, media: Sequence[Media]) -> tuple[np.ndarray, float]:
-    """Returns the rotary positions of one sequence, ``[3, length]``, and the position of the token that follows it."""
+    """Returns the rotary positions of a sequence, ``[3, length]``, and the position of the token after it."""
     whole = Chains(*(np.array([number]) for number in (0, length, length, -1, 0)))
     moved = sum(medium.item.advance - (medium.end - medium.start) for medium in media)
     return rotary_positions(whole, media), length + moved
@@ -44,7 +46,7 @@ def _path_sums(runs: Chains, values: np.ndarray) -> np.ndarray:
     """Returns for each row the sum of ``values`` over the rows of its path, including the row itself."""
     sums = np.cumsum(values)
     before = sums - values
-    shift = -before[runs.start]  # so that each chain starts its own sum
+    shift = -before[runs.start]  # this starts a new sum at each chain
     for chain, parent in enumerate(runs.parent.tolist()):
         if parent >= 0:  # parents come before their children
             last = int(runs.stop[parent]) - 1

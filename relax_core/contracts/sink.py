@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 TextCell = str | int | float | bool | None
-SAMPLED_MARKS = ("⟦", "⟧")  # they enclose sampled text in the texts of multi-turn episodes
+SAMPLED_MARKS = ("⟦", "⟧")  # these marks enclose sampled text in the texts of multi-turn episodes
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True, tag="numbers", tag_field="type"):
@@ -26,10 +26,10 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True, tag="numbers", tag
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag="texts", tag_field="type"):
     """Holds texts of one ``kind`` at ``step``.
 
-    Each row is a dict. A row of kind "eval" has prompt, answer (the reference answer), response and exact, and the name
-    of the evaluation set if the set has one. The response of a multi-turn episode is the whole conversation, message by
-    message, with `SAMPLED_MARKS` around sampled text, and the reason of its end. A row of `bad_rows_kind` has row (the
-    number of the data row), reason and text.
+    Each row is a dict. A row of kind "eval" has the keys prompt, answer (the reference answer), response and exact. It
+    also has the name of the evaluation set if the set has a name. The response of a multi-turn episode is the whole
+    conversation, message by message, with `SAMPLED_MARKS` around sampled text, and the reason why the episode ended. A
+    row of `bad_rows_kind` has the keys row (the number of the data row), reason and text.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag="texts", tag_fie
 class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True, tag="histogram", tag_field="type"):
     """Holds the distribution of the values of ``name`` that ``source`` reported for ``step``.
 
-    ``counts[k]`` values are above ``limits[k - 1]`` (no lower limit for k = 0) and at most ``limits[k]``.
+    ``counts[k]`` is the number of values above ``limits[k - 1]`` (no lower limit for k = 0) and at most ``limits[k]``.
     ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.
     """
 
@@ -68,10 +68,11 @@ class SinkStart:
 
 
 class BaseSink(ABC):
-    """Declares an open sink. It runs in its own process, and its methods are called one at a time, so each may block.
+    """Declares an open sink. A sink runs in a separate process. One method is called at a time, so a method may block.
 
-    If a method raises, or the process dies or hangs, the run reports it and continues. The batch stays in the run's
-    event log and is sent again after increasing pauses. So a sink may get a record twice, but loses none.
+    If a method raises, or the process dies or hangs, the run reports the failure and continues. The batch stays in the
+    run's event log and is sent again after increasing pauses. So a sink gets every record at least once, and may get a
+    record twice.
     """
 
     @abstractmethod
@@ -79,10 +80,10 @@ class BaseSink(ABC):
         """Stores or sends records, in order of arrival. Ignores unknown kinds of records."""
 
     def flush(self) -> None:  # noqa: B027  # most sinks have nothing to do here
-        """Flushes buffered records. It is called after each batch."""
+        """Flushes buffered records. Relax calls this method after each batch."""
 
     def close(self) -> None:  # noqa: B027  # most sinks have nothing to do here
-        """Closes the sink. It is called once, when the run has ended and all records were written."""
+        """Closes the sink. Relax calls this method once, when the run has ended and all records were written."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class SinkConfig:
 class SinkSpec:
     """Describes one metrics sink.
 
-    ``open(start, config)`` returns the open sink. It is called before the first records, and again if it raises, if its
-    process has died, and in a resumed run, so a sink must append to its existing output. ``check(config)`` raises
-    ValueError for an invalid configuration, before anything starts.
+    ``open(start, config)`` returns the open sink. It is called before the first records. It is called again after it
+    raised, after the sink's process died, and in a resumed run, so a sink must append to its existing output.
+    ``check(config)`` raises ValueError for an invalid configuration, before anything starts.
     """
 
     name: str

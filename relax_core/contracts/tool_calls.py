@@ -1,4 +1,4 @@
-"""Tool calling: JSON schemas of an environment's tools, and the model's calls of these tools."""
+"""Tool calling: makes the JSON schemas of an environment's tools, and calls the tools for the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def tool_schema(function: Callable[..., Any]) -> ToolSchema:
     docstring, and for a parameter without a type or with a type that JSON cannot represent.
     """
     if not (summary := inspect.getdoc(function)):
-        raise ValueError(f"tool {function.__name__}: it has no docstring, which is what the model reads about it.")
+        raise ValueError(
+            f"tool {function.__name__}: it has no docstring, but the model reads the docstring. Write one."
+        )
     try:
         (shape,), named = msgspec.json.schema_components([arguments_struct(function)], ref_template="#/$defs/{name}")
     except TypeError as error:
@@ -37,7 +39,7 @@ def tool_schema(function: Callable[..., Any]) -> ToolSchema:
 
 @lru_cache(maxsize=256)
 def arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Returns a type whose fields are the parameters of a function, with their types and defaults.
+    """Returns a type with the parameters of a function as fields, with their types and defaults.
 
     Raises ValueError as `tool_schema` does.
     """
@@ -45,7 +47,9 @@ def arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
     fields: list[Any] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ValueError(f"tool {function.__name__}: its parameter {name} cannot be given by name. Name each one.")
+            raise ValueError(
+                f"tool {function.__name__}: its parameter {name} cannot be passed by name. Use named parameters."
+            )
         if name not in hints:
             raise ValueError(f"tool {function.__name__}: its parameter {name} has no type. Annotate it.")
         kind = _described(hints[name])
@@ -64,7 +68,7 @@ def _described(hint: Any) -> Any:
 def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
     """Returns the JSON types that a value of ``schema`` may have; empty if the schema names no type.
 
-    ``whole`` is the schema in which references such as #/$defs/NAME are looked up. Both may be malformed.
+    ``whole`` is the schema that defines references such as #/$defs/NAME. ``schema`` and ``whole`` may be malformed.
     """
     found: set[str] = set()
     left, looked_up = [schema], set[str]()
@@ -91,7 +95,7 @@ def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
 
 
 def json_type(value: Any) -> frozenset[str]:
-    """Returns the JSON types of a value; an integer has two."""
+    """Returns the JSON types of a value; an integer has the types "integer" and "number"."""
     if isinstance(value, bool | None):
         return frozenset({"null" if value is None else "boolean"})
     if isinstance(value, int):
@@ -102,7 +106,10 @@ def json_type(value: Any) -> frozenset[str]:
 
 
 def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[ToolSchema]:
-    """Returns the schemas of an env's tools. Raises ValueError for a wrong schema and for two tools of one name."""
+    """Returns the schemas of an env's tools.
+
+    Raises ValueError for a wrong schema and for two tools with the same name.
+    """
     schemas = [tool_schema(tool) if callable(tool) else tool for tool in tools]
     names: list[str] = []
     for schema in schemas:
@@ -123,8 +130,8 @@ def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[To
 class ToolCall:
     """Holds one tool call of a response.
 
-    ``name`` is the model's text, which need not be the name of a tool. ``arguments`` holds JSON values. ``id`` is empty
-    unless the model wrote an id.
+    ``name`` is the name that the model wrote; such a tool may not exist. ``arguments`` contains JSON values. ``id`` is
+    the id that the model wrote, or empty.
     """
 
     name: str
@@ -133,14 +140,14 @@ class ToolCall:
 
 
 class ToolMistake(ValueError):
-    """The model called a tool that does not exist, or with wrong arguments; the text is meant for the model."""
+    """The model called a tool that does not exist, or used wrong arguments. The text is written for the model."""
 
 
 def call_tool(functions: Sequence[Callable[..., Any]], call: ToolCall) -> Any:
     """Calls the function with the call's name and returns its result; an ``async def`` function returns an awaitable.
 
-    Raises `ToolMistake` for an unknown name, and for arguments that are missing, unknown or do not match the function's
-    annotations. Exceptions of the function itself are not caught.
+    Raises `ToolMistake` for an unknown tool name, and for arguments that are missing, unknown or do not match the
+    function's annotations. Exceptions that the function raises are not caught.
     """
     named = {function.__name__: function for function in functions}
     function = named.get(call.name)

@@ -1,9 +1,9 @@
-"""Defines the token tree, the data structure of a group's episodes from the rollout to the gradient.
+"""Defines the token tree, which stores a group's episodes from the rollout to the gradient.
 
-Rows are tokens in depth-first order. Each token is stored once, even if several episodes share it: the prompt is the
-trunk, responses are branches, a further turn extends a branch, and a rewritten history forks it. ``end[k]`` is the row
-after the subtree of row k, so row q attends to row k iff ``k <= q < end[k]``. A group may be a forest. The last token
-of a branch is a row too.
+A row is one token; rows are in depth-first order. A token that several episodes share is stored once. The prompt is the
+trunk, and responses are branches. A further turn extends a branch, and a rewritten history forks the branch. ``end[k]``
+is the row after the subtree of row k, so row q attends to row k iff ``k <= q < end[k]``. A group may be a forest. The
+last token of a branch also has a row.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from relax_core.contracts.chains import Chains, chains_of, rows_of_episodes
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 
-TRUNCATED = "truncated"  # the ledger's reason for an episode that is dropped because it was cut at its token limit
+TRUNCATED = "truncated"  # the ledger's reason for an episode that was cut at its token limit and therefore dropped
 NOT_SAMPLED = -1  # the version of a row that was not sampled
 
-# These extras have one entry per token, not per row: each of two episodes that share a sampled row has its own entry.
+# These extras have one entry per token, not per row: if two episodes share a sampled row, each episode has an entry.
 BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
 _CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties that depend only on the rows
 
-_NOTICEABLE = 2.0**-10  # smallest relevant rounding error, as a share of the spread of rewards
-_ROUNDING = 2.0**-46  # relative to the largest reward: 128 units in the last place of float64
+_NOTICEABLE = 2.0**-10  # rounding errors below this share of the rewards' spread are ignored
+_ROUNDING = 2.0**-46  # 128 units in the last place of float64, relative to the largest reward
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Holds one response, whose sampled rows are ``start`` to ``end`` (exclusive).
+    """Holds one response. Its sampled rows are ``start`` to ``end`` (exclusive).
 
-    ``versions`` lists (weight version, number of tokens) in order, for the ledger; the tree's ``versions`` has the
-    version of each row. ``finish`` is the engine's finish reason. ``reward`` is the environment's reward of this turn,
-    None if there is none. Times are in Unix seconds, 0 if unknown. ``state_key`` identifies the state in which the
-    response was given; turns of a group with equal keys begin in equal states. ``tools`` names the tools that the
-    response calls, and ``env_ms`` is the duration of the environment's calls after it, in milliseconds.
+    ``versions`` lists (weight version, number of tokens) in sampling order, for the ledger; the tree's ``versions`` has
+    the version of each row. ``finish`` is the engine's finish reason. ``reward`` is the environment's reward of this
+    turn, None for a turn without a reward. Times are in Unix seconds, 0 if unknown. ``state_key`` identifies the state
+    at the start of the turn; turns of a group with equal keys begin in equal states. ``tools`` names the tools that the
+    response calls. ``env_ms`` is the duration of the environment's calls after the response, in milliseconds.
     """
 
     start: int
@@ -55,11 +55,14 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Holds one episode (sample): all turns of model and environment for a prompt, with one reward and one ledger end.
+    """Holds one episode (sample): all turns of model and environment for a prompt.
 
-    ``leaves`` has the last row of each of its segments. ``reward`` is None if it could not be computed; the episode is
-    then dropped and never trained as 0. ``ended`` is the reason why it ended; for a single turn it is the response's
-    finish reason. ``why`` is the reward's short explanation, such as a judge's name, verdict and text.
+    It has one reward and one ledger entry.
+
+    ``leaves`` has the last row of each segment of the episode. ``reward`` is None if the reward could not be computed;
+    the episode is then dropped, not trained with reward 0. ``ended`` is the reason why the episode ended; for a
+    single-turn episode, the response's finish reason. ``why`` is the reward's short explanation, such as a judge's
+    name, verdict and text.
     """
 
     uid: str
@@ -75,15 +78,15 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenTree:
     """Holds all tokens of a group. Arrays are flat over the rows, ``[rows]``, and callers treat them as read-only.
 
-    ``loss_mask`` marks the rows that are trained, which are all sampled. ``logprobs`` has the natural log-prob of each
+    ``loss_mask`` marks the trained rows; only sampled rows are trained. ``logprobs`` has the natural log-prob of each
     sampled token given its path, under the sampling distribution. ``versions`` has the weight version that sampled the
-    row, -1 if the row was not sampled. ``kept`` has the set that each row's token was sampled from, if top_k, top_p or
-    min_p excludes tokens.
+    row, -1 if the row was not sampled. ``kept`` has the kept set of each row's token, if top_k, top_p or min_p excludes
+    tokens.
 
     ``extras`` maps a name to an array that a role adds, with one entry for each row (``[rows]`` or ``[rows, …]``);
     arrays in `BY_TOKEN` have one entry for each token. The **tokens** of a tree are its (episode, sampled row) pairs,
-    episode by episode, rows ascending; they are the input of the algorithms. ``counts_group``: if a group is split into
-    several trees, exactly one of them counts as the group.
+    episode by episode, rows ascending; the algorithms compute with these tokens. ``counts_group``: if a group is split
+    into several trees, this field is True for one of them, so the group is counted once.
     """
 
     group_uid: str
@@ -115,16 +118,16 @@ class TokenTree:
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the episode number and the row of each token, int64 ``[tokens]`` each."""
+        """Returns two int64 arrays ``[tokens]``: the episode number and the row of each token."""
         whole = self._one_branch_an_episode()
         if whole is not None:
             return whole
         return rows_of_episodes(self.runs, [episode.leaves for episode in self.episodes], self.versions >= 0)
 
     def _one_branch_an_episode(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns `tokens` if every sampled row is in the last chain of one episode's only segment, else None.
+        """Returns `tokens` if each episode has one segment and samples only in the segment's last chain, else None.
 
-        Single-turn groups are such trees, and the general algorithm takes three times as long for them.
+        This is a fast path for single-turn groups; the general algorithm takes three times as long for them.
         """
         runs, sampled = self.runs, self.sampled
         leaves = np.array([episode.leaves[0] for episode in self.episodes])
@@ -143,14 +146,14 @@ class TokenTree:
 
     @property
     def rewards(self) -> np.ndarray:
-        """Returns the rewards of the episodes as `reward_array` does, ``[episodes]``; each episode must have one."""
+        """Returns the episodes' rewards as a `reward_array`, ``[episodes]``; every episode must have a reward."""
         return reward_array([math.nan if episode.reward is None else episode.reward for episode in self.episodes])
 
     @cached_property
     def computed(self) -> np.ndarray:
         """Returns the rows that the trainer computes, bool ``[rows]``: all but the last row of each branch.
 
-        The last row of a branch predicts nothing.
+        No token follows the last row of a branch, so this row has no prediction.
         """
         return self.end > np.arange(1, self.rows + 1)
 
@@ -160,16 +163,16 @@ class TokenTree:
         return int(np.count_nonzero(self.computed))
 
     def path(self, row: int) -> np.ndarray:
-        """Returns the rows that ``row`` attends to, int64; ``row`` itself is the last."""
+        """Returns the rows that ``row`` attends to, int64; the last of them is ``row``."""
         return np.flatnonzero(self.end[: row + 1] > row)
 
     def of_tokens(self, name: str) -> np.ndarray | None:
-        """Returns an extra by token, ``[tokens]`` or ``[tokens, …]``; None if no role wrote it."""
+        """Returns an extra for each token, ``[tokens]`` or ``[tokens, …]``; None if no role wrote this extra."""
         extra = self.extras.get(name)
         return extra if extra is None or name in BY_TOKEN else extra[self.tokens[1]]
 
     def trained_episodes(self) -> np.ndarray:
-        """Returns which episodes have a trained token, bool ``[episodes]``."""
+        """Returns a bool array ``[episodes]``, True for episodes with a trained token."""
         episodes, rows = self.tokens
         trained = self.loss_mask[rows]
         return self.lengths > 0 if trained.all() else np.bincount(episodes[trained], minlength=len(self.episodes)) > 0
@@ -177,8 +180,8 @@ class TokenTree:
     def oldest_versions(self, *, trained: bool) -> np.ndarray:
         """Returns the oldest version among each episode's tokens, int64 ``[episodes]``.
 
-        If ``trained``, only trained tokens count, which determine the staleness (docs/rollout.md); an episode without a
-        trained token then has the version of its newest token.
+        With ``trained``, only trained tokens count, because they determine the staleness (docs/rollout.md). For an
+        episode without a trained token the result is then the version of its newest token.
         """
         episodes, rows = self.tokens
         versions = self.versions[rows].astype(np.int64)
@@ -195,7 +198,7 @@ class TokenTree:
         return np.where(self.trained_episodes(), oldest, newest)
 
     def rows_of(self, numbers: Sequence[int]) -> np.ndarray:
-        """Returns the rows on the paths of the episodes with these numbers (at least one), int64, ascending."""
+        """Returns the rows on the paths of episodes, int64, ascending. ``episodes`` has at least one episode number."""
         leaves = [leaf for number in numbers for leaf in self.episodes[number].leaves]
         return rows_of_episodes(self.runs, [leaves], np.ones(self.rows, dtype=bool))[1]
 
@@ -212,9 +215,9 @@ class TokenTree:
         return tree
 
     def take(self, numbers: Sequence[int]) -> TokenTree:
-        """Returns the tree of the episodes with these numbers, ascending, and of the rows on their paths.
+        """Returns a tree with only the episodes of these ascending numbers and the rows on their paths.
 
-        It does not count as a group.
+        The result has ``counts_group`` False.
         """
         rows = self.rows_of(numbers)
         kept = np.zeros(self.rows, dtype=bool)
@@ -237,10 +240,10 @@ class TokenTree:
 
 
 def reward_array(rewards: Sequence[float]) -> np.ndarray:
-    """Returns rewards that are compared with each other, ``[rewards]``, in float32 if it preserves their differences.
+    """Returns an array of rewards, ``[rewards]``, in float32 if float32 preserves the differences between them.
 
-    They are float64 if rounding to float32 would change the differences noticeably, as for 1e9 + 0.1 and 1e9 + 0.2.
-    Differences that come only from rounding in float64, as between 0.3 and 0.1 + 0.2, do not count.
+    The array is float64 if rounding to float32 would change the differences noticeably, as for 1e9 + 0.1 and 1e9 + 0.2.
+    Differences that are only float64 rounding errors, as between 0.3 and 0.1 + 0.2, are ignored.
     """
     exact = np.array(rewards, dtype=np.float64)
     rounded = exact.astype(np.float32)
@@ -289,15 +292,15 @@ def check_tree(tree: TokenTree) -> None:
 
 
 def _fault_of_turns(tree: TokenTree) -> str | None:
-    """Returns why the turns of a tree contradict their episodes' rows; None if they do not.
+    """Returns why the turns of a tree contradict the rows of the turns' episodes; None if they are consistent.
 
-    The caller has checked that the turns name rows of the tree.
+    The caller must check before that the turns name rows of the tree.
     """
     turns = [(episode, turn) for episode in tree.episodes for turn in episode.turns]
     bounds = np.array([(turn.start, turn.end) for _, turn in turns], dtype=np.int64).ravel()
     if not len(bounds):
         return None
-    # One entry is appended, so that a turn may end at the last row. The results between two turns are ignored.
+    # An appended entry allows a turn to end at the last row. The results between two turns are ignored.
     oldest = np.minimum.reduceat(np.append(tree.versions, 0), bounds)[::2].tolist()
     reaches = np.minimum.reduceat(np.append(tree.end, 0), bounds)[::2].tolist()
     for (episode, turn), version, reach in zip(turns, oldest, reaches, strict=True):
@@ -312,9 +315,9 @@ def _fault_of_turns(tree: TokenTree) -> str | None:
 
 
 def _fault_of_media(tree: TokenTree) -> str | None:
-    """Returns why the media items of a tree contradict its rows; None if they do not.
+    """Returns why the media items of a tree contradict its rows; None if they are consistent.
 
-    A tree that was decoded without its tokens has negative ids, which are not compared.
+    A tree that was decoded without its token ids has negative ids, which are not compared.
     """
     runs, behind = tree.runs, 0
     for medium in tree.media:

@@ -1,7 +1,8 @@
 """Opens and reads untrusted files safely, and escapes hidden characters in untrusted text.
 
-The path may come from a user, a download or another process: only plain files are opened, and reads are limited in
-bytes and values. Characters that a terminal or a browser would interpret or hide are shown as their codes.
+The path may come from a user, a download or another process. Therefore this module opens only plain files and limits
+the number of bytes and values that it reads. It shows characters that a terminal or a browser would interpret or hide
+by their codes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-MAX_VALUES = 500_000  # limit for a JSON text: even a short value takes some 100 bytes of memory
+MAX_VALUES = 500_000  # limit for a JSON text, because even a short value takes some 100 bytes of memory
 Value = TypeVar("Value")
 
 
@@ -24,7 +25,7 @@ class NotPlain(ValueError):
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Opens a plain file for reading. Raises NotPlain for anything else, and OSError."""
+    """Opens a plain file for reading. Raises NotPlain if the path is no plain file, and OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
@@ -38,16 +39,19 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain_file(path: Path, *, max_bytes: int) -> bytes:
-    """Returns the content of a plain file. Raises ValueError if it has more than ``max_bytes`` bytes, and OSError."""
+    """Returns the content of a plain file.
+
+    Raises ValueError if the file has more than ``max_bytes`` bytes, and OSError.
+    """
     with open_plain(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"{path.name} has more than {max_bytes} bytes, which is more than is read of it")
+        raise ValueError(f"{path.name} has more than {max_bytes} bytes, the limit for this file")
     return data
 
 
 def decode_json(data: bytes, decoder: msgspec.json.Decoder[Value]) -> Value:
-    """Returns the value of a JSON text. Raises ValueError if it is damaged or has too many levels or values."""
+    """Returns the value of a JSON text. Raises ValueError if the text is damaged or has too many levels or values."""
     values = data.count(b",") + data.count(b"{") + data.count(b"[")
     if values > MAX_VALUES:
         raise ValueError(f"a JSON text has about {values} values; at most {MAX_VALUES} are read")
@@ -69,10 +73,10 @@ _KINDS = (
 def open_regular(path: Path) -> BinaryIO:
     """Opens a plain file for reading; links are followed.
 
-    It never waits for another process, as opening a named pipe would. Raises ValueError for anything but a plain file,
-    and OSError for a file that cannot be opened.
+    This function never waits for another process, as an open of a named pipe would. Raises ValueError if the path is no
+    plain file, and OSError for a file that cannot be opened.
     """
-    if (kind := _other_kind(os.stat(path).st_mode)) is not None:  # opening a device may have side effects
+    if (kind := _other_kind(os.stat(path).st_mode)) is not None:  # an open of a device may have side effects
         raise ValueError(f"{path} is {kind}, not a plain file. Give a plain file.")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if (kind := _other_kind(os.fstat(descriptor).st_mode)) is not None:  # the file was replaced in the meantime
@@ -82,14 +86,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raises as `open_regular` does; for files that a library opens by path."""
+    """Checks a file that a library will open by path. Raises as `open_regular` does."""
     open_regular(path).close()
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """Returns the content of a plain file.
 
-    Raises as `open_regular` does, and ValueError for a file with more than ``max_bytes`` bytes, which is not read.
+    Raises as `open_regular` does. Raises ValueError for a file with more than ``max_bytes`` bytes, without reading it.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -115,15 +119,15 @@ _HIDDEN = re.compile(
 
 
 def shown(text: str) -> str:
-    """Returns ``text`` with each hidden character replaced by its code, such as ``U+202E``; tab and newline stay."""
+    """Replaces each hidden character in ``text`` by its code, such as ``U+202E``; tab and newline stay."""
     return _HIDDEN.sub(lambda match: f"U+{ord(match[0]):04X}", text)
 
 
 def shown_json(text: str) -> str:
-    """Returns the JSON ``text`` with each hidden character, which only strings can contain, as a JSON escape."""
+    """Replaces each hidden character in a JSON text by a JSON escape; only strings in the text can contain them."""
     return _HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def shown_line(text: str) -> str:
-    """Returns ``text`` as `shown` does, in one line: each newline becomes a space."""
+    """Returns ``text`` as `shown` does, in one line, with spaces for newlines."""
     return shown(text.replace("\n", " "))

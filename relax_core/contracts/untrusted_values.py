@@ -1,4 +1,4 @@
-"""Makes untrusted values of plug-ins, data and clients safe: valid UTF-8, limited nesting, short descriptions.
+"""Makes untrusted values of plug-ins, data and clients safe: ensures valid UTF-8 and limited nesting, shortens reprs.
 
 A Python string may contain half of a surrogate pair, which cannot be stored or sent as UTF-8. A value may be nested
 deeper than the interpreter's recursion limit, and the repr of a value may raise or have gigabytes.
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-MAX_DEPTH = 64  # levels of lists and objects in a value
-SHOWN = 80  # characters of an untrusted value in an error
+MAX_DEPTH = 64  # most levels of nested lists and objects in a value
+SHOWN = 80  # most characters of an untrusted value in an error
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _DIGITS_A_BIT = math.log10(2)
@@ -27,14 +27,14 @@ _Decoded = TypeVar("_Decoded")
 def clean_text(text: str, most: int | None = None) -> str:
     """Returns the first ``most`` characters of a text; U+FFFD replaces each half of a surrogate pair.
 
-    The result is a plain str. It equals the text if that is short enough and can be encoded as UTF-8.
+    The result is a plain str. A text that is short enough and can be encoded as UTF-8 is not changed.
     """
     text = str(text) if most is None else str(text)[:most]
     return text if text.isascii() else _SURROGATE.sub(_REPLACEMENT, text)
 
 
 def clean_value(value: Any, *, depth: int = MAX_DEPTH) -> Any:
-    """Returns a JSON value with `clean_text` applied to all its texts and keys; other objects are not changed.
+    """Applies `clean_text` to all texts and keys in a JSON value; other objects are not changed.
 
     Raises ValueError for lists and objects that are nested more than ``depth`` levels deep.
     """
@@ -67,7 +67,7 @@ def check_depth(value: Any, *, depth: int = MAX_DEPTH) -> None:
 
 
 def holds_huge_integer(value: Any) -> bool:
-    """Returns whether a JSON value contains an integer beyond 64 bits, which messages between processes cannot hold."""
+    """Returns whether a JSON value has an integer beyond 64 bits, which messages between processes cannot contain."""
     level = [value]
     while level:
         if any(type(element) is int and not -(1 << 63) <= element < 1 << 64 for element in level):
@@ -84,15 +84,15 @@ def holds_huge_integer(value: Any) -> bool:
 def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
     """Returns the value of a JSON text, checked against the type ``kind``, which may be `typing.Any`.
 
-    Raises ValueError, or its subclass `msgspec.DecodeError`, for a text that is not JSON of this type, and for lists
-    and objects that are nested more than `MAX_DEPTH` levels deep.
+    Raises ValueError, or its subclass `msgspec.DecodeError`, if the text is not JSON of this type, or if its lists and
+    objects are nested more than `MAX_DEPTH` levels deep.
     """
     opening: tuple[Any, Any] = ("[", "{") if isinstance(content, str) else (b"[", b"{")
     try:
         value = msgspec.json.decode(content, type=kind)
     except RecursionError:
         raise ValueError(_too_deep()) from None
-    if sum(map(content.count, opening)) > MAX_DEPTH:  # fewer cannot be nested too deeply
+    if sum(map(content.count, opening)) > MAX_DEPTH:  # a text with fewer brackets cannot be nested too deeply
         check_depth(value)
     return value
 
@@ -104,16 +104,16 @@ def shown(value: object, most: int = SHOWN) -> str:
 
 
 def shown_error(error: BaseException, most: int = 2000) -> str:
-    """Returns the type and the text of an error of untrusted code, whose ``__str__`` may raise."""
+    """Returns the type and the text of an error of untrusted code; the error's ``__str__`` may raise."""
     try:
         text = str(error)
-    except Exception as broken:  # foreign code may raise anything
+    except Exception as broken:  # untrusted code may raise anything
         text = f"its text raises {type(broken).__name__}"
     return clean_text(f"{type(error).__name__}: {text}", most)
 
 
 class _Short(reprlib.Repr):
-    """Describes values in a few characters; if a repr raises, the value's type is shown."""
+    """Describes values in a few characters; for a repr that raises, it shows the value's type."""
 
     def __init__(self) -> None:
         super().__init__()

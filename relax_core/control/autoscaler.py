@@ -1,7 +1,7 @@
-"""Autoscaler: orders more engines while the trainer waits for samples, and fewer while engines are idle.
+"""The autoscaler orders more engines while the trainer waits for samples, and fewer engines while engines are idle.
 
-The main signal is the fraction of the train steps' time in which the trainer waits. Busy engines alone are no reason
-for more engines.
+The main signal is the trainer's wait as a fraction of the train steps' time. Busy engines alone are no reason for more
+engines.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from relax_core.observe.event_log import ACTOR, MetricRecord
 from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.order_types import Refusal, ScaleDecision
 
-OUT_WAIT, IN_WAIT = 0.20, 0.05  # trainer's wait, as a fraction of step time: one engine more above, one fewer below
-FULL_CACHE = 0.85  # fraction of cache tokens in use above which engines count as full even if no sample waits
-IN_IDLE = 0.5  # an engine is removed only if all were idle for more than this fraction of the time
-LOAD_S = 1.0  # interval of load samples and decisions
-HELD = 10  # cooldowns during which a number of engines that was too small is not chosen again
+OUT_WAIT, IN_WAIT = 0.20, 0.05  # wait / step time; one engine more above OUT_WAIT, one fewer below IN_WAIT
+FULL_CACHE = 0.85  # above this fraction of used cache tokens, engines are full even if no sample waits
+IN_IDLE = 0.5  # an engine is removed only if all engines were idle for more than this fraction of the time
+LOAD_S = 1.0  # interval of load samples and decisions in seconds
+HELD = 10  # for this number of cooldowns, a number of engines that was too small is not chosen again
 TIMEOUT_S = 600.0  # timeout of an order
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signals:
-    """Holds the signals of one window, with the meaning that they have in `ScaleDecision`."""
+    """Holds the signals of one window. The fields have the same meaning as in `ScaleDecision`."""
 
     wait_share: float
     waiting: float
@@ -40,17 +40,20 @@ class Signals:
 
 
 class SignalWindow:
-    """Holds train steps and engine loads of the newest ``window_s`` seconds; all times are seconds of one clock."""
+    """Holds train steps and engine loads of the newest ``window_s`` seconds.
+
+    All times are seconds of the same clock.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._since: float | None = None
         self._steps: deque[tuple[float, float, float]] = deque()  # end time, duration, wait time
-        # Time, running samples, waiting samples, and the fraction of cache tokens in use.
+        # Time, running samples, waiting samples, and the fraction of used cache tokens.
         self._loads: deque[tuple[float, int, int, float]] = deque()
 
     def clear(self) -> None:
-        """Clears the window, because the number of engines changes."""
+        """Clears the window. Call this method when the number of engines changes."""
         self._since = None
         self._steps.clear()
         self._loads.clear()
@@ -60,12 +63,12 @@ class SignalWindow:
         self._steps.append((now, step_s, wait_s))
 
     def add_load(self, now: float, *, running: int, waiting: int, cache_share: float = 0.0) -> None:
-        """Records the samples of all engines together, and the mean fraction of cache tokens in use."""
+        """Records the number of samples in all engines, and the mean fraction of used cache tokens."""
         self._since = now if self._since is None else self._since
         self._loads.append((now, running, waiting, cache_share))
 
     def signals(self, now: float) -> Signals | None:
-        """Returns the signals, or None while the window is not full or no train step ended in it."""
+        """Returns the signals, or None if the window is not full or has no end of a train step."""
         for seen in (self._steps, self._loads):
             while seen and seen[0][0] < now - self._window_s:
                 seen.popleft()
@@ -83,8 +86,8 @@ class SignalWindow:
 class ScaleRules:
     """Decides the number of engines, between ``least`` and ``most``.
 
-    After a change the number stays the same for ``cooldown_s`` seconds. A number of engines that was too small is not
-    chosen again for `HELD` cooldowns, so a load between two numbers does not make the number oscillate.
+    After a change the number of engines stays the same for ``cooldown_s`` seconds. A number that was too small is not
+    chosen again for `HELD` cooldowns. So if the right number is between two numbers, the decision does not oscillate.
     """
 
     def __init__(self, *, least: int, most: int, cooldown_s: float) -> None:
@@ -95,7 +98,7 @@ class ScaleRules:
         self._too_few: dict[int, float] = {}  # number of engines that was too small → time of that decision
 
     def decide(self, now: float, *, engines: int, signals: Signals | None) -> tuple[int, str]:
-        """Returns the target number of engines and the reason; call `changed` if the change is made."""
+        """Returns the target number of engines and the reason. Call `changed` when the change is made."""
         if signals is None:
             return engines, "the window is not full yet"
         message = f"the trainer waits {signals.wait_share:.0%} of its steps' time"
@@ -125,7 +128,7 @@ class ScaleRules:
 
 
 class Autoscaler:
-    """Monitors one run and orders engines through its order book, as a client would.
+    """Monitors one run and orders engines through the run's order book, like a client.
 
     ``clock`` returns monotonic seconds.
     """
@@ -146,13 +149,13 @@ class Autoscaler:
         self._began = time.time()
 
     def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, WorkerHeartbeat], *, stopping: bool) -> None:
-        """Records new train steps and loads, and decides once a second; ``records`` are the new metrics.
+        """Records new train steps and loads, and decides once a second. ``records`` has the new metrics.
 
         If an order cannot be written, the decision is made again in the next second.
         """
         now = self._clock()
         for record in records:
-            if record.source == ACTOR and record.time_s >= self._began:  # no records of earlier attempts
+            if record.source == ACTOR and record.time_s >= self._began:  # ignores records of earlier attempts
                 values = record.values
                 self._window.add_step(now, step_s=values["step_ms"] / 1e3, wait_s=values["wait_ms"] / 1e3)
         if now - self._looked < LOAD_S:
@@ -211,7 +214,7 @@ class Autoscaler:
         self._order_store.decided(decision)
 
     def _place(self, target: int, *, more: bool) -> str | None:
-        """Places the order and returns its id; None if the book refuses it, because a client was faster."""
+        """Places the order and returns its id; None if the order book refuses it, because a client ordered first."""
         body = (
             {"num_replicas": target, "partial": "rollback_all", "timeout_secs": TIMEOUT_S}
             if more

@@ -1,16 +1,17 @@
-"""The controller's loop: starts the services of a run, monitors them, and restarts them when they are lost.
+"""Implements the controller's loop, which starts the services of a run, monitors them, and restarts lost services.
 
-**Start** (`run_services`): each attempt has its own Ray namespace and its own folder of weights, so a remaining process
-of an earlier attempt finds no service of the new attempt, and the weight versions of two attempts do not mix.
-`Services` starts the bus and the workers at the same time; they discover each other.
+**Start** (`run_services`): each attempt has a separate Ray namespace and a separate folder of weights. So a remaining
+process of an earlier attempt cannot find services of the new attempt, and the weight versions of two attempts do not
+mix. `Services` starts the bus and the workers at the same time; they discover each other.
 
-**Monitoring** (`Controller.run`): one loop over the table of `Controller.checks` (`relax_core/contracts/monitor.py`). A
-worker that died or froze restarts in place (tier 1, `worker_health.py`). If the services are lost (`ServicesLost`), all
-of them are killed and restart from the newest checkpoint within the same Ray (tier 2), or in a new Ray if that fails.
-No train step waits for this process.
+**Monitoring** (`Controller.run`): one loop runs the checks in the table `Controller.checks`
+(`relax_core/contracts/monitor.py`). A dead or frozen worker restarts in place (tier 1, `worker_health.py`). If the
+services are lost (`ServicesLost`), all of them are killed and restart from the newest checkpoint in the same Ray (tier
+2). If this fails, they restart in a new Ray. No train step waits for this process.
 
-**Shutdown**: the trainer ends after its last step, or after a checkpoint if a stop was requested; the last evaluation
-ends; the bus closes, so that no worker waits on it; the workers end, and the owners of engines end theirs.
+**Shutdown**: the trainer ends after its last step, or after a checkpoint if a stop was requested. Then the last
+evaluation ends. Then the bus closes, so no worker waits for the bus. Last, the workers end; an engine owner also ends
+its engine.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from relax_core.observe.stall_requests import StallRequests
 from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.server.engine_order_store import EngineOrderStore
 
-if TYPE_CHECKING:  # it imports Ray Serve
+if TYPE_CHECKING:  # not imported at run time, because it imports Ray Serve
     from relax_core.control.serve_deployments import ServeDeployments
 
-TICK_S = 0.25  # maximum delay until the end, a failure or a signal is noticed
+TICK_S = 0.25  # maximum delay in seconds until the end, a failure or a signal is noticed
 STATUS_S = 1.0
-FIRST_STEP_S = 1.0  # how long a stop waits for a first train step that is just finishing
+FIRST_STEP_S = 1.0  # seconds that a stop waits for a first train step that is just finishing
 TRAINER = worker_name("actor", 0)
 MEDIA = "media"  # name of the folder of media items
 STALL = ("stalled", "no train step")  # event and cause of the alarm
@@ -66,11 +67,11 @@ SHOWN = ("train steps and records", "stragglers", "alarms and learning signal", 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """Holds the parts of a run that outlive the attempts of its services.
+    """Holds the parts of a run that outlive the attempts of the run's services.
 
-    ``events`` writes the controller's records. ``ray_lost`` ends this process, so that the supervisor starts a new
-    controller with a new Ray. ``order_store`` holds the orders for ``engines`` and the autoscaler's decisions, None
-    without a gateway. ``alarms`` sends notifications. ``serve`` has the roles' Serve deployments, None without
+    ``events`` writes the controller's records. ``ray_lost`` ends this process; the supervisor then starts a new
+    controller with a new Ray. ``order_store`` contains the orders for ``engines`` and the autoscaler's decisions; it is
+    None without a gateway. ``alarms`` sends notifications. ``serve`` has the roles' Serve deployments, None without
     ``run.serve``. ``checks`` monitor processes that outlive the attempts.
     """
 
@@ -99,9 +100,9 @@ class RunEnd:
 
 # -- Attempts ---------------------------------------------------------------------------------------------------------
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
-    """Runs the services until the trainer is done, and restarts them from checkpoints when they are lost.
+    """Runs the services until the trainer is done. Restarts lost services from checkpoints.
 
-    ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run can no
+    ``resume`` is the checkpoint that the run began from. Raises `RunFailed` with the first cause when the run can no
     longer recover. After a loss during a stop the services recover once, and the stop continues.
     """
     point = resume
@@ -124,7 +125,7 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
             for line in point.left if point else ():
                 parts.view.report(line)
             from_step = point.step if point else 0
-            at_step = max(parts.view.step, from_step)  # the view may lack the last step before the loss
+            at_step = max(parts.view.step, from_step)  # the newest records may lack the last step before the loss
             parts.recoveries.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)
             for folder in {attempt.weights_folder, attempt.shared_weights}:
                 if folder.exists():
@@ -135,9 +136,9 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
 def attempt_context(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
     """Returns the context of attempt ``number`` of the services, counted from 0.
 
-    Each attempt has its own folder of media items inside its folder of weights, so processes of an earlier attempt
-    cannot change it. In a joined Ray cluster the weights are on a shared disk, and the media are in the shared memory
-    of each node.
+    Each attempt has a separate folder of weights, which contains its folder of media items. So processes of an earlier
+    attempt cannot change the items. In an external Ray cluster the weights are on a shared disk, and the media items
+    are in the shared memory of each node.
     """
     weights_folder = context.weights_folder / str(number)
     media_folder: Path | None = weights_folder / MEDIA
@@ -157,7 +158,7 @@ def attempt_context(context: RunContext, number: int, point: ResumePoint | None)
 
 
 def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
-    """Returns the run's newest checkpoint. Raises `RunFailed` if it cannot be read."""
+    """Returns the run's newest checkpoint. Raises `RunFailed` if the checkpoint cannot be read."""
     try:
         return find_resume_point(replace(context.config, resume="auto"))
     except ValueError as error:
@@ -165,7 +166,7 @@ def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
 
 
 def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> RunFailed:
-    """Returns the failure of a run that may not recover again; its text has the first cause, then the last."""
+    """Returns the failure of a run that may not recover again. Its text has the first cause, then the last cause."""
     if recoveries.count(FROM_CHECKPOINT) == 0:
         return RunFailed(f"{lost} (run.max_recoveries={limit})", log=lost.log)
     text = f"{recoveries.first_cause(FROM_CHECKPOINT)}; recovered, then: {lost} (run.max_recoveries={limit})"
@@ -194,7 +195,7 @@ def _run_attempt(context: RunContext, point: ResumePoint | None, parts: RunParts
         raise
     except BaseException as error:
         failed = error.worker if isinstance(error, RunFailed) else None
-        with suppress(LedgerUnwritable, BusTimeout):  # the first error is raised, not an error that follows from it
+        with suppress(LedgerUnwritable, BusTimeout):  # the first error is raised, and not an error that it caused
             services.close(reason="the run has ended", failed=failed)
         raise
     try:
@@ -213,7 +214,8 @@ def _deploy(context: RunContext, parts: RunParts) -> None:
 class Controller:
     """Monitors one attempt of the services until the trainer is done.
 
-    It reports finished train steps to the supervisor, and receives stop requests of the user or the machine from it.
+    The controller reports finished train steps to the supervisor. The supervisor passes on the stop requests of the
+    user or the machine.
     """
 
     def __init__(self, context: RunContext, services: Services, parts: RunParts) -> None:
@@ -294,7 +296,7 @@ class Controller:
         ]
 
     def run(self) -> RunEnd:
-        """Returns when the trainer is done.
+        """Monitors the services until the trainer is done.
 
         Raises `ServicesLost` if the services have to restart, and `RunFailed` with the first cause of a failure that a
         restart would not repair.
@@ -315,13 +317,14 @@ class Controller:
                 self._await_last_evaluation(monitor)
             self._message = ""
             monitor.tick(only=SHOWN)
-            # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
+            # Without a stop request the trainer ended by itself, because all steps are done or run.patience is
+            # exhausted.
             stopped = not finished and supervisor.stop_requested()
             return RunEnd(stopped=stopped, progress=self._last_progress())
 
     # -- workers and bus ----------------------------------------------------------------------------------------------
     def _look_at_workers(self) -> None:
-        """Polls the workers; progress in a long operation of the trainer, such as a checkpoint, resets the watchdog."""
+        """Polls the workers. Progress of the trainer in a long operation, such as a checkpoint, resets the watchdog."""
         self._health.check(bus_lost=self._bus.lost, step=self._step)
         self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
         progress = self._health.progress(TRAINER)
@@ -377,9 +380,10 @@ class Controller:
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def _look_for_stop(self) -> None:
-        """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
+        """Asks the services to stop. If no train step is done, reports this, and the supervisor kills the services.
 
-        The metrics of a step appear just before the bus has the step, so the check waits a second for the bus.
+        The metrics of a step appear shortly before the bus has recorded the step, so the check waits a second for the
+        bus.
         """
         supervisor = self._parts.supervisor
         if not supervisor.stop_requested() or self._stopping_since is not None:
@@ -409,7 +413,7 @@ class Controller:
         )
 
     def _await_last_evaluation(self, monitor: Monitor) -> None:
-        """Waits for the last evaluation; returns at once if a stop is requested.
+        """Waits for the end of the last evaluation. Returns at once if a stop is requested.
 
         Raises `RunFailed` if the evaluation does not end within run.stall_timeout_s.
         """

@@ -1,4 +1,4 @@
-"""Runs the controller as a forked child of the supervisor: heartbeats, stop signals, and the report of its end."""
+"""Runs the controller as a forked child of the supervisor: exchanges heartbeats, stop messages and the reported end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from relax_core.contracts.process_trees import PR_SET_NAME, prctl
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
 FAILED = 1
-POLL_S = 0.2  # maximum delay until an end, a finding or a signal is noticed
-IMMEDIATE_END_S = 5.0  # how long a controller may take to end at once
-ANSWER_S = 10.0  # how long a controller may take to report after a stop message whether a train step is done
+POLL_S = 0.2  # maximum delay in seconds until an end, a finding or a signal is noticed
+IMMEDIATE_END_S = 5.0  # seconds that a controller may take to end immediately
+ANSWER_S = 10.0  # seconds that a controller may take to answer a stop message with whether a train step is done
 CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 characters
 
 
@@ -33,8 +33,8 @@ CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 chara
 class ControllerEnd:
     """Describes the end of the controller.
 
-    ``how`` is "ended" if it reported its exit code ``code``, "died" if it did not, "unstarted" if its Ray did not
-    start, and "stopped" if it has to be killed after a stop. ``cause`` is the reason, for the user.
+    ``how`` is "ended" if the controller reported its exit code ``code``, "died" if it did not, "unstarted" if its Ray
+    did not start, and "stopped" if it has to be killed after a stop. ``cause`` is the reason, for the user.
     """
 
     how: Literal["ended", "died", "unstarted", "stopped"]
@@ -46,19 +46,19 @@ class ControllerProcess:
     """Starts a child process that calls ``main`` and exits with its result.
 
     The stop signals are blocked in the child and in all processes that it starts. With ``has_own_ray`` all processes of
-    the run are descendants of the child, so a run without a finished train step is stopped by killing them. The
-    controller answers the stop message with whether a step is done, because its last report may be a second old.
+    the run are descendants of the child; a stop before the first finished train step kills them. The controller answers
+    a stop message with whether a step is done, because its last report may be a second old.
     """
 
     def __init__(self, main: Callable[[SupervisorPipe], int], signals: StopSignals, *, has_own_ray: bool) -> None:
-        end_starter()  # the sandboxes of the checks before the start have ended
+        end_starter()  # ends the thread of the sandboxes; the checks before the start have ended
         assert threading.active_count() == 1, "a fork copies the calling thread alone"
         self._signals = signals
         self._has_own_ray = has_own_ray
         self._heard = b""
         self._trained = self._untrained = False
         self._stopped_at: float | None = None  # monotonic time of the stop message
-        self._killed_at: float | None = None  # monotonic deadline of an end at once
+        self._killed_at: float | None = None  # monotonic deadline of an immediate end
         self._elapsed, self._silent_s, self._spoke = Elapsed(), 0.0, False
         self._last: tuple[str, str] | None = None
         sys.stdout.flush()
@@ -76,7 +76,7 @@ class ControllerProcess:
         os.close(read_from)
 
     def check(self, *, frozen_after_s: float) -> Check:
-        """Returns the check that kills a controller that sends no heartbeat for ``frozen_after_s`` seconds."""
+        """Returns the check that kills a controller without a heartbeat for ``frozen_after_s`` seconds."""
 
         def look() -> Finding | None:
             passed_s = self._elapsed.since_last()
@@ -89,7 +89,7 @@ class ControllerProcess:
         return Check(name="controller", every_s=0.0, look=look, act=lambda finding: os.kill(self._pid, signal.SIGKILL))
 
     def wait(self, monitor: Monitor) -> ControllerEnd:
-        """Waits until the controller has ended, or until a stop requires that all processes are killed.
+        """Waits until the controller has ended, or until all processes must be killed because of a stop.
 
         ``monitor`` runs the supervisor's checks several times a second.
         """
@@ -111,7 +111,7 @@ class ControllerProcess:
             os.close(self._write_to)
 
     def _listen(self) -> bool:
-        """Reads the controller's messages. Returns False at the end of its pipe."""
+        """Reads the controller's messages. Returns False at the end of the pipe."""
         part = os.read(self._read_from, READ_BYTES)
         *lines, self._heard = (self._heard + part).split(b"\n")
         for line in filter(None, lines):
@@ -125,7 +125,7 @@ class ControllerProcess:
         return bool(part)
 
     def _stop(self, number: int) -> str:
-        """Sends each stop message to the controller once. Returns the cause if the controller must be killed, or ""."""
+        """Sends each stop message to the controller once. Returns why the controller must be killed, or ""."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self._send(f"{STOP} {number}")
@@ -144,7 +144,7 @@ class ControllerProcess:
             os.write(self._write_to, f"{line}\n".encode())
 
     def _end(self, exit_code: int) -> ControllerEnd:
-        """Returns the end of the controller by its last message, or else by ``exit_code`` (-N after signal N)."""
+        """Returns the end of the controller, from its last message or else from ``exit_code`` (-N after signal N)."""
         word, rest = self._last or ("", "")
         if word == ENDED:
             return ControllerEnd(how="ended", code=int(rest))
@@ -162,10 +162,10 @@ def _be_controller(main: Callable[[SupervisorPipe], int], pipe: SupervisorPipe) 
     code = FAILED
     try:
         os.setpgid(0, 0)  # Ctrl-Z and Ctrl-\ in a terminal reach only the supervisor
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the child may still write to that terminal
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the child may still write to the terminal
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # SupervisorPipe raises it for an end at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # SupervisorPipe interrupts for an immediate end
         prctl(PR_SET_NAME, ctypes.c_char_p(CONTROLLER.encode()))
         pipe.start()
         code = main(pipe)
@@ -182,19 +182,19 @@ def _be_controller(main: Callable[[SupervisorPipe], int], pipe: SupervisorPipe) 
 
 BEAT_S = 1.0
 READ_BYTES = 4096
-# Messages of the controller; an empty line is a heartbeat. The last three are sent before it exits, followed by the
-# exit code or the cause.
+# Messages of the controller; an empty line is a heartbeat. The last three are sent before the controller exits; the
+# exit code or the cause follows the message.
 TRAINED, ENDED, LOST, RAY_UNSTARTED = "trained", "ended", "lost", "ray-unstarted"
-UNTRAINED = "untrained"  # the answer of the controller to a stop message before a train step is done
+UNTRAINED = "untrained"  # the controller's answer to a stop message before a train step is done
 STOP, END_NOW = "stop", "at-once"  # messages of the supervisor
 
 
 class SupervisorPipe:
-    """Holds the controller's side of the pipes to the supervisor. Thread-safe.
+    """Implements the controller's end of the pipes to the supervisor. Thread-safe.
 
     ``stop_signal`` is the number of the signal that stops the run, or None; it is SIGTERM if the supervisor has exited.
-    ``ordered`` is True after `order_stop`, ``trained`` after `report_trained`. ``write_to`` and ``read_from`` are file
-    descriptors.
+    ``ordered`` is True after `order_stop`. ``trained`` is True after `report_trained`. ``write_to`` and ``read_from``
+    are file descriptors.
     """
 
     def __init__(self, *, write_to: int, read_from: int) -> None:
@@ -209,7 +209,7 @@ class SupervisorPipe:
         threading.Thread(target=self._exchange, name="supervisor-pipe", daemon=True).start()
 
     def order_stop(self) -> None:
-        """Stops the run with a checkpoint, as SIGTERM does, for an order through the gateway."""
+        """Stops the run with a checkpoint, as after SIGTERM, because of an order through the gateway."""
         if self.stop_signal is None:
             self.ordered, self.stop_signal = True, signal.SIGTERM
 
@@ -218,20 +218,20 @@ class SupervisorPipe:
         return self.stop_signal is not None
 
     def report_trained(self) -> None:
-        """Reports that a train step is done, so that a stop has to write a checkpoint."""
+        """Reports that a train step is done; from now on a stop has to write a checkpoint."""
         if not self.trained:
             self.trained = True
             self._send(TRAINED)
 
     def watch_steps(self) -> None:
-        """Declares that the caller from now on answers a stop with `report_trained` or `report_untrained`.
+        """Declares that the caller will answer a stop with `report_trained` or `report_untrained` from now on.
 
-        Before this call no train step is done, so the thread answers the stop itself.
+        Before this call no train step is done, so this object's thread answers a stop.
         """
         self._watches_steps = True
 
     def report_untrained(self) -> None:
-        """Reports that no train step was done at the stop, so that the supervisor may kill all processes at once."""
+        """Reports that no train step was done at the stop. The supervisor may then kill all processes at once."""
         self._send(UNTRAINED)
 
     def report_ended(self, code: int) -> None:
@@ -266,7 +266,7 @@ class SupervisorPipe:
                 *lines, heard = (heard + part).split(b"\n")
                 for line in lines:
                     self._take(line.decode())
-            if select.select([], [self._write_to], [], 0)[1]:  # a stopped supervisor reads nothing
+            if select.select([], [self._write_to], [], 0)[1]:  # a supervisor that is stopped (SIGSTOP) does not read
                 self._send("")
         self.stop_signal = self.stop_signal or signal.SIGTERM  # without a supervisor the run ends with a checkpoint
 
@@ -281,16 +281,16 @@ class SupervisorPipe:
             _thread.interrupt_main()  # raises KeyboardInterrupt in the main thread
 
 
-# -- Stop signals of the supervisor: the first requests an orderly end, a later signal an end at once ------------------
+# -- Stop signals of the supervisor: the first requests an orderly end, a later signal an immediate end ----------------
 
 AGAIN_S = 1.0  # a service manager may send several signals for one stop
 
 
 class StopSignals:
-    """Handles the stop signals as a context manager in the main thread.
+    """Handles the stop signals while it is used as a context manager in the main thread.
 
     ``received`` is the number of the first signal. ``again`` is True if another signal came more than a second later.
-    If SIGHUP was ignored before, as under nohup, it stays ignored.
+    If SIGHUP was ignored before, for example by nohup, it stays ignored.
     """
 
     def __init__(self) -> None:

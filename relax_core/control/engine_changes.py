@@ -1,7 +1,7 @@
 """Adds engines to a running attempt of the services and removes them, without blocking.
 
-A joining engine gets prompts only after it serves the newest published weights. A leaving engine gets no new prompts;
-it finishes its open samples, or other engines continue them. Then its owner and its processes end.
+A joining engine gets prompts only after it serves the newest published weights. A leaving engine gets no new prompts.
+It finishes its open samples, or other engines continue these samples. Then its owner and its processes end.
 """
 
 from __future__ import annotations
@@ -31,47 +31,50 @@ from relax_core.roles.role_context import ENGINE, RunContext, worker_name
 from relax_core.roles.worker import EngineReport
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest
 
-DRAIN_TIMEOUT_S = 30.0  # time limit for a leaving engine's open samples; then other engines continue them
-STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
-# The owner starts; the owner starts the engine and checks its health; the engine gets its weights; the engine serves.
+DRAIN_TIMEOUT_S = 30.0  # seconds for a leaving engine's open samples; then other engines continue these samples
+STOP_S = 10.0  # seconds that an owner may take to end its engine; then owner and engine are killed
+# Stages: the owner starts; the owner starts the engine and checks its health; the engine gets weights; it serves.
 JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
-MOVE_S = 10.0  # how long aborting the samples of a leaving engine may take before it is removed anyway
+MOVE_S = 10.0  # seconds until a leaving engine is removed even if its samples are not aborted
 log = logging.getLogger(__name__)
 
 
 class Probe(Protocol):
-    """Declares the part of `relax_core.control.engine_changes.EngineProbe` that is used here."""
+    """Declares the part of `relax_core.control.engine_changes.EngineProbe` that `EngineChanges` uses."""
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
-        """Starts a comparison; its result is "", or why the engine at ``url`` must not serve.
+        """Starts a comparison. The result is "", or why the engine at ``url`` must not serve.
 
-        ``attached`` says that it is an external server.
+        ``attached`` says that this engine is an external server.
         """
 
 
 class EngineServices(Protocol):
-    """Declares the part of the services that is used here."""
+    """Declares the part of the services that `EngineChanges` uses."""
 
     def start_engine(self, number: int) -> None:
         """Starts the owner of an engine."""
 
     def stop_engine(self, number: int, *, timeout_s: float) -> Any:
-        """Asks an engine's owner to end; returns the Ray reference of the answer."""
+        """Asks an engine's owner to end. Returns the Ray reference of the answer."""
 
     def remove_engine(self, number: int) -> None:
-        """Kills the remaining processes of an engine and forgets it."""
+        """Kills the remaining processes of an engine and forgets the engine."""
 
     def open_samples(self, number: int) -> list[Any]:
-        """Asks each rollout worker for its open samples at an engine; returns the Ray references of the counts."""
+        """Asks each rollout worker for its number of open samples on an engine.
+
+        Returns the Ray references of the numbers.
+        """
 
 
 @dataclass(kw_only=True)
 class _Joining:
     """Holds the state of a joining engine, which must serve before ``deadline``.
 
-    ``wanted`` is the newest weight version at the time when the engine was up. ``probed`` is its comparison with
-    another engine, and ``url`` its address in that comparison. ``told`` is the reason why its owner waits, such as
-    weights that the engine refuses.
+    ``wanted`` is the newest weight version at the time when the engine was up. ``probed`` is the comparison with
+    another engine, and ``url`` the engine's address in this comparison. ``told`` is the reason why the owner waits,
+    such as weights that the engine refuses.
     """
 
     deadline: float
@@ -84,7 +87,7 @@ class _Joining:
 
 @dataclass(kw_only=True)
 class _Leaving:
-    """Holds the state of a leaving engine; ``asked`` are the pending answers of the rollout workers."""
+    """Holds the state of a leaving engine. ``asked`` has the pending answers of the rollout workers."""
 
     move_at: float
     asked: list[Any] = field(default_factory=list)
@@ -92,7 +95,7 @@ class _Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending:
-    """Holds the state of a removed engine with an ending owner."""
+    """Holds the state of a removed engine with an owner that is ending."""
 
     answer: Any
     deadline: float
@@ -101,10 +104,10 @@ class _Ending:
 class EngineChanges:
     """Advances the joining and leaving engines of one attempt at each `tick`, which takes milliseconds.
 
-    ``folder`` holds the attempt's published weights. An engine must join within ``join_timeout_s`` seconds. A leaving
-    engine may finish its open samples within ``drain_timeout_s`` seconds; after that they move to other engines.
-    ``probe`` compares an engine that has its weights with an engine of the configuration. ``clock`` returns monotonic
-    seconds.
+    ``folder`` contains the attempt's published weights. An engine must join within ``join_timeout_s`` seconds. A
+    leaving engine may finish its open samples within ``drain_timeout_s`` seconds; then the samples move to other
+    engines. ``probe`` compares a joining engine that has loaded its weights with an engine of the configuration.
+    ``clock`` returns monotonic seconds.
     """
 
     def __init__(
@@ -133,7 +136,10 @@ class EngineChanges:
         return _Joining(deadline=self._clock() + self._join_timeout_s)
 
     def join(self, number: int, url: str = "") -> None:
-        """Adds an engine with a reserved number as joining and starts its owner; a running server has a ``url``."""
+        """Adds a joining engine with a reserved number and starts its owner.
+
+        ``url`` is the address of a running server.
+        """
         self._engines.add(number, url)
         self._joining[number] = self._deadline_of_join()
         self._services.start_engine(number)
@@ -143,7 +149,7 @@ class EngineChanges:
         return self._joining[number].stage if number in self._joining else "ACTIVE"
 
     def leave(self, number: int, *, at_once: bool = False, timeout_s: float | None = None) -> None:
-        """Makes an added engine leave; with ``at_once`` its open samples move now. A joining engine is removed now.
+        """Makes an added engine leave. With ``at_once`` its open samples move now. A joining engine is removed now.
 
         ``timeout_s`` replaces ``drain_timeout_s``.
         """
@@ -155,7 +161,7 @@ class EngineChanges:
         self._leaving[number] = _Leaving(move_at=self._clock() + (0.0 if at_once else drain_s))
 
     def stay(self, number: int) -> bool:
-        """Makes a leaving engine serve again; returns False if it was already removed."""
+        """Makes a leaving engine serve again. Returns False if the engine was already removed."""
         if self._leaving.pop(number, None) is None:
             return False
         self._engines.set_state(number, "serving")
@@ -166,11 +172,11 @@ class EngineChanges:
         return self._leaving.keys()
 
     def leaving(self) -> Collection[int]:
-        """Returns all leaving engines, including those with ending processes."""
+        """Returns all leaving engines, including removed engines with processes that are still ending."""
         return {*self._leaving, *self._ending}
 
     def tick(self, beats: Mapping[str, WorkerHeartbeat], *, ended: Mapping[str, str]) -> None:
-        """Advances each engine by its owner's newest heartbeat; ``ended`` maps owners that have ended to the reason."""
+        """Advances each engine according to its owner's newest heartbeat. ``ended`` maps ended owners to the reason."""
         for number in self._engines.added("joining", "serving", "leaving", "moving"):
             if why := ended.get(worker_name(ENGINE, number)):
                 self.fail(number, why)
@@ -190,7 +196,7 @@ class EngineChanges:
             status = beat.status
             joining.told = status.detail if status is not None and status.state == "waiting" else ""
         if joining.probed is not None and report is not None and report.url != joining.url:
-            joining.probed = joining.wanted = None  # its owner restarted and started another engine process
+            joining.probed = joining.wanted = None  # the owner restarted and started another engine process
         if joining.probed is not None and joining.probed.done():
             if why := joining.probed.result():
                 self.fail(number, why)
@@ -233,7 +239,10 @@ class EngineChanges:
             self._engines.set_state(number, "moving")
 
     def _owes_nothing(self, number: int, leaving: _Leaving) -> bool:
-        """Polls the rollout workers; returns True when all have answered that they have no open samples there."""
+        """Polls the rollout workers.
+
+        Returns True when all have answered that they have no open samples on the engine.
+        """
         if not leaving.asked:
             leaving.asked = self._services.open_samples(number)
         if len(ray.wait(leaving.asked, num_returns=len(leaving.asked), timeout=0)[0]) < len(leaving.asked):
@@ -241,16 +250,16 @@ class EngineChanges:
         answers, leaving.asked = leaving.asked, []
         try:
             return not any(ray.get(answers, timeout=0))
-        except RayError as error:  # a rollout worker restarts; the next poll asks its successor
+        except RayError as error:  # a rollout worker restarts; the next poll asks its new process
             log.info("%s: %s", worker_name(ENGINE, number), error)
             return False
 
     def fail_late(self, number: int, why: str) -> None:
-        """Removes an engine that did not join in time; the reason of its owner's wait is added to ``why``."""
+        """Removes an engine that did not join in time. Adds the reason for its owner's wait to ``why``."""
         self.fail(number, f"{why}{_because(self._joining[number])}")
 
     def fail(self, number: int, why: str) -> None:
-        """Removes a failed engine at once; ``why`` is the reason."""
+        """Removes a failed engine at once. ``why`` is the reason."""
         log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
         self._joining.pop(number, None)
         self._leaving.pop(number, None)
@@ -272,13 +281,13 @@ def _report(beats: Mapping[str, WorkerHeartbeat], number: int) -> EngineReport |
     return beat.alive.engine if beat is not None and beat.alive is not None else None
 
 
-# -- Compares log-probs of a joining engine with those of an engine of the configuration, under the same weights ------
+# -- Compares log-probs of a joining engine and an engine of the configuration, under the same weights ----------------
 
 PROBE_TOKENS = 64
-TOLERANCE = 1e-4  # maximum difference of a log-prob for an engine that may join
-PROBE_S = 30.0  # maximum time until both engines have scored the tokens under one version
+TOLERANCE = 1e-4  # an engine may join if no log-prob differs by more than this
+PROBE_S = 30.0  # maximum time in seconds until the two engines have scored the tokens under the same version
 TRY_S = 0.05
-STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
+STRIDE = 7919  # a prime number, which spreads the tokens over any vocabulary
 
 
 def probe_tokens(vocabulary: int, *, context_tokens: int) -> list[int]:
@@ -295,15 +304,15 @@ class EngineProbe:
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Compares the engine at ``url`` with the engine at ``reference`` in a thread.
 
-        The result is "" if they agree, otherwise why the first engine must not serve. ``attached`` says that the first
-        engine is an external server.
+        The result is "" if their log-probs agree, otherwise why the engine at ``url`` must not serve. ``attached`` says
+        that this engine is an external server.
         """
         found: Future[str] = Future()
 
         def run() -> None:
             try:
                 found.set_result(self._compare(url, reference, attached=attached))
-            except Exception as error:  # an engine that cannot be compared does not serve, and the run goes on
+            except Exception as error:  # an engine that cannot be compared does not serve; the run continues
                 log.exception("the comparison of engine %s ended early", url)
                 found.set_result(f"engine {url} was not compared with {reference}: {failure_line(error)}")
 
@@ -323,7 +332,7 @@ class EngineProbe:
             for engine_url, is_attached in (
                 (url, attached),
                 (reference, False),
-            )  # engine.urls decides for the reference
+            )  # for the reference, engine.urls determines whether it is external
         ]
         deadline, last = time.monotonic() + PROBE_S, ""
         try:

@@ -1,7 +1,7 @@
 """Executes the orders of the run's order book: adds and removes engines, and stops the run.
 
-The controller calls it a few times a second. All state is in the order book and in the set of engines, so another
-attempt or another controller continues the open orders.
+The controller calls `EngineOrders.tick` a few times a second. All state is in the order book and in the set of engines,
+so a new attempt or a new controller can continue the open orders.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from relax_core.server.engine_order_store import EngineOrderStore
 from relax_core.server.order_types import EngineRow, Order, RunRow, State, engine_id, read_room
 from relax_core.weights.engine_members import EngineMember
 
-FAILED_ORDERS = 20  # failures among this many newest orders are reported
+FAILED_ORDERS = 20  # number of newest orders that are searched for failures to report
 log = logging.getLogger(__name__)
 
 
 def open_order_store(run_dir: Path, *, count: int, anew: bool) -> tuple[EngineOrderStore, EngineSet]:
-    """Opens the order book of a run and returns it with the run's engines according to the book.
+    """Opens the order book of a run. Returns the order book, and the run's engines according to the order book.
 
-    ``count`` is engine.count. ``anew`` says that a new command begins: then the open orders of an earlier command are
+    ``count`` is engine.count. ``anew`` says that a new command begins: the open orders of an earlier command are then
     ended, and the run has only the engines of the configuration.
     """
     order_store = EngineOrderStore(run_dir)
@@ -46,7 +46,7 @@ def open_order_store(run_dir: Path, *, count: int, anew: bool) -> tuple[EngineOr
 
 
 def end_open_orders(order_store: EngineOrderStore) -> None:
-    """Ends the open orders at the end of the run; if the book cannot be written, the next command ends them."""
+    """Ends the open orders at the end of the run. If the order book cannot be written, the next command ends them."""
     try:
         order_store.end_orders()
     except OSError as error:
@@ -54,7 +54,7 @@ def end_open_orders(order_store: EngineOrderStore) -> None:
 
 
 def failed_orders(order_store: EngineOrderStore) -> dict[str, str]:
-    """Returns order id → reason for the failed orders among the newest."""
+    """Maps the ids of failed orders, among the newest orders, to the reasons."""
     return {
         order.request_id: order.failure for order in order_store.orders()[:FAILED_ORDERS] if order.status == "FAILED"
     }
@@ -63,7 +63,7 @@ def failed_orders(order_store: EngineOrderStore) -> dict[str, str]:
 def order_answers(
     config: RelaxConfig, order_store: EngineOrderStore, gateway: socket.socket
 ) -> AbstractContextManager[None]:
-    """Answers the gateway's requests while the block runs."""
+    """Answers the gateway's requests for orders while the block runs."""
     desk = EngineOrderService(order_store, limits_of(config), read_room(Path(config.run.dir)))
     return answering(gateway, desk.answer)
 
@@ -91,12 +91,13 @@ class EngineOrders:
         self._engines = engines
         self._steps = steps
         self._stop = stop
-        self._unwritable = ""  # why the last tick could not write
+        self._unwritable = ""  # why the last tick could not write the order book
 
     def tick(self, beats: Mapping[str, WorkerHeartbeat], *, step: int, trained: bool, stopping: bool) -> None:
-        """Advances each open order; ``trained`` says that a train step of this attempt is done.
+        """Advances each open order. ``trained`` says that a train step of this attempt is done.
 
-        An unwritable file is logged. Training continues, and the orders continue at the first tick that can write.
+        If the order book cannot be written, a warning is logged and training continues. The orders continue at the
+        first tick that can write.
         """
         try:
             self._tick(beats, step=step, trained=trained, stopping=stopping)
@@ -115,7 +116,7 @@ class EngineOrders:
             if order.kind == "stop":
                 self._tick_stop(order, trained=trained, stopping=stopping)
         for place, order in enumerate(open_order for open_order in orders if open_order.kind != "stop"):
-            if place:  # it waits for the first order
+            if place:  # orders after the first order wait
                 if order.cancel_requested:
                     self._order_store.move(order, "CANCELLED")
             elif order.kind == "scale_out":
@@ -147,9 +148,9 @@ class EngineOrders:
             self._follow(order)
 
     def _numbered(self, urls: Sequence[str]) -> list[int]:
-        """Returns a number for each server, and writes number and address to the book before any of them joins.
+        """Returns a number for each server. Writes numbers and addresses to the order book before any server joins.
 
-        A server that is already present was added by this order before a controller was killed.
+        If a server is already present, an earlier controller added it for this order before it was killed.
         """
         present = set(self._engines.present())
         numbers = {
@@ -164,9 +165,10 @@ class EngineOrders:
         return [(numbers | new)[url] for url in urls]
 
     def _follow(self, order: Order) -> None:
-        """Writes the state of an order with joining engines; an engine that fails or is late fails the order.
+        """Writes the state of an order with joining engines. If an engine fails or is late, the order fails.
 
-        With partial=keep_partial the other engines of the order continue, and the order fails only if all fail.
+        With partial=keep_partial the order's remaining engines continue, and the order fails only if all its engines
+        fail.
         """
         if failures := {engine: why for engine, why in self._engines.failures.items() if engine in order.engines}:
             self._give_up(order, failures)
@@ -174,7 +176,7 @@ class EngineOrders:
         rows = {row.number: row for row in self._order_store.engines()}
         for number in set(order.engines) - set(self._engines.present()):
             row = rows.get(number)  # an external engine has a row before it joins
-            # The order is new, or a controller was killed before it started the engine.
+            # The order is new, or an earlier controller was killed before it started the engine.
             self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
         age_s = time.time() - order.history[:2][-1].at  # since the order left the queue
         stages: list[State] = [self._changes.stage(number) for number in order.engines]
@@ -191,7 +193,7 @@ class EngineOrders:
                 self._order_store.move(order, least)
 
     def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
-        """Writes why engines of an order failed; kept engines stay in the order."""
+        """Writes why engines of an order failed. Engines that are kept stay in the order."""
         words = [f"{worker_name(ENGINE, number)}: {why}" for number, why in failures.items()]
         text = "; ".join([order.failure, *words] if order.failure else words)
         kept = [number for number in order.engines if number not in failures]
@@ -219,7 +221,7 @@ class EngineOrders:
         if order.cancel_requested and order.status == "DRAINING":
             for number in open_ones:
                 self._changes.stay(number)
-            write()  # readers of the order's end, and the next order, then find these engines serving
+            write()  # then readers of the order's end, and the next order, see these engines as serving
             left = [number for number in order.engines if number not in open_ones]
             self._order_store.move(order, "CANCELLED", engines=left)
         elif not set(order.engines) & set(self._changes.leaving()):
@@ -228,7 +230,7 @@ class EngineOrders:
             self._order_store.move(order, "REMOVING")
 
     def _chosen(self, order: Order) -> list[int]:
-        """Returns the engines to remove: the ids in the order, or the newest engines beyond num_replicas."""
+        """Returns the engines to remove: the engines in the order, or the newest engines beyond num_replicas."""
         added = [engine for engine in self._engines.present() if engine >= self._engines.count]
         if order.body.get("engine_ids"):
             return [number for number in order.body["engine_ids"] if number in added]
@@ -243,7 +245,7 @@ class EngineOrders:
             member.number: self._row(member, beats, known.get(member.number), step=step)
             for member in self._engines.members()
         }
-        for number in self._engines.failures.keys() - rows.keys() - known.keys():  # it failed before it had a row
+        for number in self._engines.failures.keys() - rows.keys() - known.keys():  # engines that failed without a row
             known[number] = EngineRow(id=engine_id(number), origin="added", state="joining", since=now)
         for number in known.keys() - rows.keys():
             row, failure = known[number], self._engines.failures.get(number, "")
@@ -283,5 +285,5 @@ class EngineOrders:
 
 
 def _keeps(order: Order) -> bool:
-    """Returns whether the other engines of an order stay if some fail (partial=keep_partial)."""
+    """Returns whether an order keeps its remaining engines if some fail (partial=keep_partial)."""
     return bool(order.body["partial"] == "keep_partial")

@@ -1,4 +1,4 @@
-"""Holds the set of engines of a run over all attempts of its services, and computes its limits."""
+"""Holds the set of engines of a run over all attempts of the services, and computes limits on the number of engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from relax_core.weights.engine_members import EngineMember, MemberState, start_m
 
 
 class EngineSet:
-    """Holds the engines of the configuration, which never leave, and the added engines.
+    """Holds the engines of the configuration and the added engines. Engines of the configuration never leave.
 
     ``count`` is the number of engines of the configuration. ``added`` maps the numbers of engines that an earlier
-    controller added to their addresses: URLs of external engines, "" for others. ``used`` is the largest number that
-    any engine of the run has had; larger numbers are free, and each is used once.
+    controller added to their addresses: the URL of an external engine, "" for an engine that the run started. ``used``
+    is the largest number that any engine of the run has had. Larger numbers are free, and each number is used only
+    once.
     """
 
     def __init__(self, count: int, *, added: Mapping[int, str] | None = None, used: int = -1) -> None:
@@ -34,7 +35,7 @@ class EngineSet:
         self._folder: Path | None = None
 
     def begin(self, folder: Path) -> None:
-        """Writes the list for a new attempt of the services, which publishes its weights in ``folder``.
+        """Writes the list of engines for a new attempt of the services, which publishes its weights in ``folder``.
 
         Leaving engines are removed. Added engines join again, because they must get the weights of the new attempt.
         """
@@ -52,7 +53,7 @@ class EngineSet:
         return list(range(first, self._next))
 
     def add(self, number: int, url: str = "") -> None:
-        """Adds an engine with a reserved number as joining; ``url`` is the address of an external engine."""
+        """Adds a joining engine with a reserved number; ``url`` is the address of an external engine."""
         assert number < self._next and number not in self._members
         self._members[number] = _joining(number, url)
         self._write()
@@ -75,7 +76,7 @@ class EngineSet:
         return [self._members[number] for number in sorted(self._members)]
 
     def url_of(self, number: int) -> str:
-        """Returns the address of an external engine, "" for any other number."""
+        """Returns the address of the external engine with this number, "" for any other number."""
         return self._members[number].url if number in self._members else ""
 
     def present(self) -> list[int]:
@@ -83,7 +84,7 @@ class EngineSet:
         return [member.number for member in self.members() if member.state in ("joining", "serving")]
 
     def lost(self) -> dict[str, str]:
-        """Returns worker name → reason for added engines that failed."""
+        """Maps the worker names of added engines that failed to the reasons."""
         return {worker_name(ENGINE, number): why for number, why in self.failures.items()}
 
     def added(self, *states: MemberState) -> list[int]:
@@ -99,20 +100,20 @@ def _joining(number: int, url: str) -> EngineMember:
     return EngineMember(number=number, origin="external" if url else "added", state="joining", url=url)
 
 
-# -- Limits: which orders for engines a run takes, and how many engines its samples in flight can fill ----------------
+# -- Limits: which orders for engines a run accepts, and how many engines its samples in flight can fill --------------
 
 
 def limits_of(config: RelaxConfig) -> Limits:
-    """Returns which orders for engines a run takes."""
+    """Returns which orders for engines a run accepts."""
     engine, refusal, no_more, no_urls = config.engine, "", "", ""
     if config.mode.name is ModeName.colocate:
-        refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
+        refusal = "mode=colocate: engines and trainer alternate in the same memory, so their number is fixed."
     if engine.urls:
         no_more = "engine.urls: this run does not start its engines. Start another server and send engine_urls."
     elif config.placement.gpus_per_node:
         no_more = "placement.gpus_per_node: engines on GPUs are placed at the start. Send engine_urls of a server."
     if find_engine(engine.name).attach is None:
-        no_urls = f"engine.name={engine.name}: this kind of engine attaches to no server. Send num_replicas."
+        no_urls = f"engine.name={engine.name}: this kind of engine cannot attach to a server. Send num_replicas."
     elif unseen := media_not_sent(config):
         no_urls = (
             f"a server that the run did not start gets no {' and no '.join(unseen)} of prompts. Send num_replicas."

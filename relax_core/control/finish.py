@@ -39,16 +39,16 @@ from relax_core.server.engine_order_store import order_history
 from relax_core.train.checkpoints.checkpoint_store import unremoved
 
 FAILURE_LOG = "failure.log"
-CLOSE_S = 10.0  # records that a tracker has not read by then remain in the log
+CLOSE_S = 10.0  # seconds; records that a tracker has not read by then remain in the event log
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
     """Holds the content of a run's event log at its end.
 
-    ``texts`` are the first and the newest answers of evaluations. ``bad_rows`` are the first few skipped data rows
-    (`relax_core.observe.event_log.TextRecord`). ``problems`` are sentences about problems of the log and the trackers.
-    ``lacking`` maps each tracker, and "events" for the log itself, to its number of missing records.
+    ``texts`` has the first and the newest answers of evaluations. ``bad_rows`` has the first few skipped data rows
+    (`relax_core.observe.event_log.TextRecord`). ``problems`` has sentences about problems of the event log and the
+    trackers. ``lacking`` maps each tracker, and "events" for the event log, to the number of missing records.
     """
 
     records: list[MetricRecord]
@@ -75,12 +75,12 @@ def collect(
             case MetricRecord():
                 records.append(event)
             case TextRecord():
-                texts.setdefault(event.kind, [])[1:] = [event]  # the first and the newest
+                texts.setdefault(event.kind, [])[1:] = [event]  # the first evaluation and the newest evaluation
             case GapRecord():
                 gaps += event.records
     lines, lacking = trackers.close(records=reader.count, timeout_s=CLOSE_S)
     rows = {
-        row["row"]: row  # a row that several workers skipped is reported once
+        row["row"]: row  # reports a row once, even if several workers skipped it
         for kind in map(bad_rows_kind, range(rollout_workers))
         for text in texts.get(kind, [])[-1:]
         for row in text.rows
@@ -96,7 +96,7 @@ def collect(
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
-    """Writes summary.json and the curves, and returns the summary. ``started`` is the Unix time of the run's start."""
+    """Writes summary.json and the curves. Returns the summary. ``started`` is the Unix time of the run's start."""
     steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
     first_step_s = steps[0] - started if steps else None
     own = {"first_step_s": first_step_s, "records_dropped": end.lacking, "bad_rows": end.bad_rows}
@@ -115,7 +115,7 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
     newest = end.texts[-1].rows if end.texts else []
     print_report(report_console(), run_dir, summary, first, newest)
     for row in end.bad_rows:
-        print(f"relax: data row {row['row']} was left out ({row['reason']}): {row['text']}", file=sys.stderr)
+        print(f"relax: data row {row['row']} was skipped ({row['reason']}): {row['text']}", file=sys.stderr)
     for problem in end.problems:
         print(f"relax: {problem}", file=sys.stderr)
     for folder in unremoved(run_dir / CHECKPOINTS_FOLDER):
@@ -124,7 +124,7 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Describes the end of the run. ``records`` is None if the run failed before it had records."""
+    """Describes the end of the run. ``records`` is None if the run failed before its event log existed."""
 
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None
@@ -134,7 +134,7 @@ class Outcome:
 
 
 def notify_end(alarms: RunAlarms, outcome: Outcome, run_dir: Path) -> None:
-    """Sends the notification about the run's end, and prints the last lines of the alarms."""
+    """Sends the notification about the run's end. Prints the last lines of the alarms."""
     why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
     for line in alarms.close(outcome.word, why):
         print(f"relax: {line}", file=sys.stderr)
@@ -156,7 +156,7 @@ def write_outcome(outcome: Outcome, config: RelaxConfig, *, started: float) -> d
 
 
 def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
-    """Returns engine → (samples, tokens) by the ledger; empty without a ledger."""
+    """Maps each engine to (samples, tokens) according to the ledger; empty without a ledger."""
     try:
         with LedgerFile(run_dir / "ledger.sqlite") as ledger:
             return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
@@ -165,7 +165,7 @@ def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
 
 
 def report_failure(outcome: Outcome, config: RelaxConfig, *, started: float) -> None:
-    """Prints the cause; unless the disk is full, writes its traceback to the logs and a summary."""
+    """Prints the cause. Writes the traceback to the logs and writes a summary, if the disk is not full."""
     assert outcome.failure is not None
     log = Path(config.run.dir) / "logs" / FAILURE_LOG
     print(f"relax: failed: {outcome.failure}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Runs the gateway as a child process of the supervisor: starts it, restarts it if it dies, ends it with the run."""
+"""Runs the gateway as a child process of the supervisor, which restarts a dead gateway and ends it with the run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from relax_core.engines.held_port import listening_socket, refuse_waiting
 from relax_core.server.engine_order_service import channel
 from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 
-PORTS = 100  # number of ports to try, from gateway.port
+PORTS = 100  # number of ports to try, from gateway.port upwards
 START_S = 60.0
 STOP_S = 5.0
-AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
+AGAIN_S = 1.0  # seconds between two starts of the gateway
 
 
 class GatewayUnstarted(RuntimeError):
@@ -35,7 +35,7 @@ class GatewayUnstarted(RuntimeError):
 
 @contextmanager
 def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
-    """Runs the gateway of a run while the block runs; yields None with gateway=none. Nothing waits for its start."""
+    """Runs the gateway of a run while the block runs. Yields None with gateway=none. Does not wait for the start."""
     if config.gateway.name == "none":
         yield None
         return
@@ -47,7 +47,7 @@ def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
 
 
 def listener_of(host: str, first_port: int) -> socket.socket:
-    """Returns a listener on the first free port from ``first_port`` on; 0 takes any. Raises `GatewayUnstarted`."""
+    """Returns a listener on the first free port from ``first_port`` on (0: any port). Raises `GatewayUnstarted`."""
     ports = range(first_port, first_port + PORTS) if first_port else [0]
     for port in ports:
         try:
@@ -60,11 +60,11 @@ def listener_of(host: str, first_port: int) -> socket.socket:
 
 
 class GatewayProcess:
-    """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them.
+    """Owns the gateway's process. The process blocks the stop signals, so only the supervisor handles them.
 
-    It also owns the listening socket, so that no other process can take the port during a restart. Connections wait at
-    the socket meanwhile; after the last restart they are refused. ``controller_end`` is the controllers' end of the
-    channel for requests.
+    This object also owns the listening socket, so no other process can take the port during a restart. During a restart
+    new connections wait at the socket; after the last restart they are refused. ``controller_end`` is the controllers'
+    end of the channel for requests.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -105,7 +105,7 @@ class GatewayProcess:
         return child
 
     def _look_for_address(self) -> Finding | None:
-        """Prints the gateway's address once it is known, and finds a gateway that died or is late before that."""
+        """Prints the gateway's address when it is known. Until then, detects a gateway that died or is late."""
         try:
             line = self._child.first_line(wait_s=0.0)
         except ChildLost as lost:
@@ -120,7 +120,7 @@ class GatewayProcess:
     def _greet(self, address: GatewayAddress) -> None:
         port = self._listener.getsockname()[1]
         lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
-        if sys.stderr.isatty():  # no link in a log that others may read
+        if sys.stderr.isatty():  # other users may read a log, so it gets no link
             lines.append(f"page: {address.page} (it works once; {self._folder / FILE} has the next link)")
         else:
             lines.append(f"page: its link, which works once, is in {self._folder / FILE}")
@@ -129,10 +129,10 @@ class GatewayProcess:
         _report(*lines)
 
     def check(self) -> Check:
-        """Returns the check that reports the gateway's address once it is up, and restarts it if it is lost.
+        """Returns the check that reports the address of a gateway that is up, and restarts a lost gateway.
 
-        It restarts at most run.max_restarts times, with the same port and token, also if it dies before it is up or is
-        not up within `START_S` seconds. After that the run continues without a gateway.
+        A gateway is lost if it dies, or if it is not up within `START_S` seconds. The check restarts it at most
+        run.max_restarts times, with the same port and token. After that the run continues without a gateway.
         """
         return Check(name="gateway", every_s=0.0, look=self._look, act=self._start_again)
 
@@ -163,7 +163,10 @@ class GatewayProcess:
         self._child = self._start()
 
     def stop(self) -> None:
-        """Ends the gateway by closing its stdin, after some seconds by SIGKILL, and removes its address."""
+        """Ends the gateway by closing its stdin and, after some seconds, by SIGKILL.
+
+        Removes the file with its address.
+        """
         self._child.end(grace_s=STOP_S)
         for held in (self._listener, self._channel, self.controller_end):
             held.close()

@@ -1,8 +1,8 @@
 """Executes one run on this machine, from a validated configuration to an exit code.
 
-The start, in order: Ray with the monitor of its daemons, while a thread makes built-in models; the event log, the
-trackers and the view of the run; the gateway's orders; then the services (`controller.py`). The end is in reverse
-order; the summary is written last.
+The start has this order: Ray with the monitor of its daemons (a thread makes built-in models in the meantime); the
+event log, the trackers and the run reporter; the gateway's orders; the services (`controller.py`). The end has the
+reverse order; the summary is written last.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _in_session(
     supervisor: SupervisorPipe,
     alarms: RunAlarms,
 ) -> Outcome:
-    """Starts Ray, executes the run and ends Ray. If Ray is lost, this process exits."""
+    """Starts Ray, executes the run and ends Ray. This process exits if Ray is lost."""
     run_dir = Path(config.run.dir)
 
     def ray_lost(cause: str) -> NoReturn:
@@ -161,7 +161,7 @@ def _run_services(
     collected = partial(collect, events, trackers, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
     with ExitStack() as undo:
         undo.callback(trackers.end)
-        with panel:  # the panel closes before the services do
+        with panel:  # the panel closes before the services end
             view = open_reporter(context, panel, events, trackers, earlier, alarms)
             at_step = max(earlier.steps, context.start_step)
             recoveries = _recoveries(context, attempt, view, alarms, at_step=at_step)
@@ -205,7 +205,10 @@ def _run_services(
 def _recoveries(
     context: RunContext, attempt: Attempt, view: RunReporter, alarms: RunAlarms, *, at_step: int
 ) -> Recoveries:
-    """Returns the recoveries of the run; a restarted controller adds one, after ``at_step`` train steps."""
+    """Returns the recoveries of the run.
+
+    A restarted controller adds a recovery for its restart, after ``at_step`` train steps.
+    """
 
     def begun(tier: int, cause: str) -> None:
         if tier == FROM_CHECKPOINT:
@@ -223,9 +226,9 @@ def _recoveries(
 def _orders_and_engines(
     context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
 ) -> tuple[EngineOrderStore | None, EngineSet]:
-    """Returns the order book (None without a gateway) and the engines of the run; ``undo`` ends the open orders.
+    """Returns the order book (None without a gateway) and the engines of the run. ``undo`` ends the open orders.
 
-    A new command turns the autoscaler on or off as configured.
+    A new command turns the autoscaler on or off as its configuration says.
     """
     config = context.config
     if attempt.gateway is None:

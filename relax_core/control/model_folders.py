@@ -31,10 +31,10 @@ Made = TypeVar("Made")
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
-    """Returns name → folder of the teachers, in the order of the configuration; empty without teachers.
+    """Maps the teachers' names to their folders, in the order of the configuration; empty without teachers.
 
-    ``student`` is the folder of the trained model. A built-in teacher is made on first use, which takes seconds. Raises
-    ValueError for a teacher that does not fit the student.
+    ``student`` is the folder of the trained model. A built-in teacher is made on its first use, which takes seconds.
+    Raises ValueError for a teacher that does not fit the student.
     """
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
@@ -67,7 +67,7 @@ def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k:
 
 
 def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
-    """Yields the reasons why a teacher's log-probs do not apply to the student's tokens."""
+    """Yields the reasons why a teacher's log-probs cannot be used for the student's tokens."""
     try:
         teacher = folder_architecture(folder, also=config.model.family)
         try_tokenizer(folder, template=False)
@@ -91,7 +91,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
     if top_k and sizes[0] != sizes[1]:
         yield (
             f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "
-            "algo.form=topk_... they must be equal; algo.form=pure takes this teacher."
+            "algo.form=topk_... they must be equal; algo.form=pure accepts this teacher."
         )
     if top_k > min(sizes):
         yield f"algo.top_k={top_k}: the vocabulary has {min(sizes)} tokens. Use at most {min(sizes)}."
@@ -100,7 +100,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
 def _unlike_patches(
     tower: VisionTower | None, folder: Path, *, student: Path, key: str, family: str | None
 ) -> Iterator[str]:
-    """Yields why a teacher's vision tower does not fit: the rows of an item depend on the student's patch sizes."""
+    """Yields why a teacher's vision tower does not fit the student's. The rows of an item depend on the patch sizes."""
     if tower is None:
         yield (
             f"{key}={folder}: it reads text only, and prompts may have images or video. Choose a teacher with vision, "
@@ -142,7 +142,7 @@ def _key(name: str) -> str:
 
 
 def judge_folders(config: RelaxConfig) -> dict[str, Path]:
-    """Returns name → folder of the judges that the run serves itself; a built-in model is made on first use."""
+    """Maps the judges with engines of the run to their model folders. A built-in model is made on its first use."""
     plan = judge_plan(config)
     if plan is None:
         return {}
@@ -150,13 +150,13 @@ def judge_folders(config: RelaxConfig) -> dict[str, Path]:
 
 
 def judge_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields the problems of judges that the reward's own check cannot find: files, models, engines, templates."""
+    """Yields the problems of judges that the reward's check cannot find: files, models, engines, templates."""
     try:
         chosen = judged_reward(config.reward)
         if chosen is not None:
             chosen.spec.check(chosen.config)
     except ValueError:
-        return  # config/ has reported it
+        return  # the checks of config/ have reported this problem
     plan = judge_plan(config)
     if chosen is None or plan is None:
         return
@@ -204,7 +204,7 @@ def _setup_problems(config: RelaxConfig, name: str, setup: JudgeSetup) -> Iterat
         yield f"{key}.parse: {error}"
     if judge.url is not None:
         if judge.token_file is not None and not Path(judge.token_file).is_file():
-            yield f"{key}.token_file={judge.token_file}: no such file. Write the server's key into one."
+            yield f"{key}.token_file={judge.token_file}: no such file. Write the server's key into this file."
         return
     try:
         find_engine(judge.engine)
@@ -229,7 +229,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
             yield f"{key}={judge.model}: {error}"
         return
     folder = _judge_path(judge)
-    # Its problem of engine.context_length is about the trained model.
+    # The problem with engine.context_length is about the trained model.
     if problems := [problem for problem in folder_problems(config, folder, key=key) if problem.startswith(key)]:
         yield from problems
         return
@@ -243,7 +243,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
 
 
 def _context_problems(config: RelaxConfig, judge: JudgeConfig, prompt: JudgePrompt, *, key: str) -> Iterator[str]:
-    """Yields a problem if the context cannot hold the shortest prompt of a judge with its answer."""
+    """Yields a problem if a judge's shortest prompt and its answer do not fit into the context."""
     folder = _judge_path(judge)
     context = judge_engine(config.engine, judge, positions=judge_positions(folder)).context_tokens
     tokens = len(PromptTokenizer(folder).encode([{"role": "user", "content": prompt.fixed_text()}]))
@@ -273,12 +273,12 @@ def _judge_path(judge: JudgeConfig) -> Path:
 
 
 def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
-    """Returns the thread's result; raises TimeoutError with the cause after run.start_timeout_s."""
+    """Returns the thread's result. Raises TimeoutError with the cause after run.start_timeout_s."""
     limit_s = config.run.start_timeout_s
     try:
         return folder.result(timeout=limit_s)
     except TimeoutError as error:
-        if folder.done():  # making it raised this error
+        if folder.done():  # the thread's function raised this error
             raise
         raise TimeoutError(
             f"run.start_timeout_s={limit_s:g}: {what} is still being made. The result is kept: start the run "
@@ -303,7 +303,7 @@ class ModelFolders:
 
 
 def making_models(config: RelaxConfig, pool: ThreadPoolExecutor) -> Callable[[], ModelFolders]:
-    """Starts making the built-in models of a run in ``pool``; the returned function waits and returns the folders."""
+    """Starts to make the built-in models of a run in ``pool``. The returned function waits and returns the folders."""
     student = pool.submit(_student_folder, config)
     teachers = pool.submit(lambda: teacher_folders(config, student=student.result()))
     judges = pool.submit(judge_folders, config)

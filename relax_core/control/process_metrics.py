@@ -1,4 +1,4 @@
-"""Records metrics of the run's engines, and the CPU, memory and GPU usage of its processes."""
+"""Records metrics of the run's engines, and the CPU, memory and GPU usage of the run's processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CONTROLLER = "controller"
 
 
 class ProcessMetrics:
-    """Records the resource usage of the workers, the bus and this process with its children, the trackers.
+    """Records the resource usage of the workers, the bus, and this process with its children (the trackers).
 
-    ``bus_pid`` is None if the bus may be on another host. ``record`` gets the number of train steps and the metrics.
+    ``bus_pid`` is None if the bus may be on another host. ``record`` is called with the number of train steps and the
+    metrics.
     """
 
     def __init__(
@@ -44,14 +45,14 @@ class ProcessMetrics:
 
 # -- Metrics of the run's engines, and their decode times for the straggler detection ---------------------------------
 
-RECORD_S = 1.0  # interval of the check; the engines report as often
+RECORD_S = 1.0  # interval of the check in seconds; the engines report with the same interval
 
 
 class EngineMetrics:
     """Records metrics of the present engines that serve or have served prompts.
 
-    ``record`` gets the number of train steps and the metrics. ``add_decoding`` gets the number of train steps and the
-    decode times of each engine since its start.
+    ``record`` is called with the number of train steps and the metrics. ``add_decoding`` is called with the number of
+    train steps and the decode times of each engine since its start.
     """
 
     def __init__(

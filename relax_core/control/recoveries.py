@@ -29,9 +29,9 @@ class Recovery:
     """Describes one recovery.
 
     In tier 1 one process restarts in place; in tier 2 all services restart from a checkpoint. ``at_step`` is the number
-    of train steps done when the loss was noticed. ``from_step`` is the step from which the run continued. ``time_s`` is
-    the Unix time in seconds at which the loss was noticed, and ``seconds`` the time from then until the next train step
-    was done, None before that.
+    of train steps done when the loss was noticed. ``from_step`` is the step that the run continued from. ``time_s`` is
+    the Unix time in seconds when the loss was noticed. ``seconds`` is the time from ``time_s`` to the end of the next
+    train step; it is None until this step ends.
     """
 
     tier: int
@@ -43,10 +43,10 @@ class Recovery:
 
 
 class Recoveries:
-    """Holds all recoveries of a run, in order, and writes them to ``file``, where the next controller reads them.
+    """Holds all recoveries of a run, in order. Writes them to ``file``, and the next controller reads this file.
 
-    ``report`` is called with a line when a recovery begins, and with a line when training continues. ``begun`` is
-    called with the tier and the cause when a recovery begins.
+    ``report`` is called with a line of text when a recovery begins and when training continues. ``begun`` is called
+    with the tier and the cause when a recovery begins.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Recoveries:
             self._all = msgspec.json.decode(self._file.read_bytes(), type=list[Recovery])
 
     def begin(self, tier: int, cause: str, *, at_step: int, from_step: int, noticed: float | None = None) -> None:
-        """Records that a recovery begins now, or began at the clock time ``noticed``."""
+        """Records that a recovery begins now or, with ``noticed``, began at this clock time."""
         now = self._clock()
         began = now if noticed is None else noticed
         time_s = time.time() - (now - began)
@@ -82,19 +82,19 @@ class Recoveries:
         self._keep()
 
     def _keep(self) -> None:
-        """Writes the file; during a disk outage the run continues, and the next change writes the file."""
+        """Writes the file. During a disk outage the run continues, and the next change writes the file."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             partial = self._file.with_name(f"{self._file.name}.partial")
             partial.write_bytes(msgspec.json.encode(self._all))
-            os.replace(partial, self._file)  # atomic: a killed controller leaves the earlier file intact
+            os.replace(partial, self._file)  # atomic, so the earlier file stays intact if the controller is killed
         except OSError as error:
             if not is_outage(error):
                 raise
             self._report(f"{self._file} is not written: {error}")
 
     def step_done(self) -> None:
-        """Records the end of a train step, with which all open recoveries have succeeded."""
+        """Records the end of a train step. All open recoveries have then succeeded."""
         for recovery, began in self._open:
             recovery.seconds = self._clock() - began
             self._report(
@@ -118,12 +118,12 @@ class Recoveries:
         return [asdict(recovery) for recovery in self._all]
 
 
-# -- Errors that end a run or restart its services --------------------------------------------------------------------
+# -- Errors that end a run or restart the services --------------------------------------------------------------------
 class RunFailed(RuntimeError):
     """Raised if the run has failed and cannot continue.
 
-    The text is the first cause in one line, with its role. ``log`` is the traceback, for the run's logs. ``worker`` is
-    the name of the worker that failed by itself.
+    The text is the first cause in one line, with the role that failed. ``log`` is the traceback, for the run's logs.
+    ``worker`` is the name of the worker that failed by its own error.
     """
 
     def __init__(self, text: str, *, log: str = "", worker: str | None = None) -> None:
@@ -137,5 +137,5 @@ class ServicesLost(RunFailed):
 
 
 def run_failed(what: str, error: BaseException) -> RunFailed:
-    """Returns the failure for an error outside all workers that ended the run; its text begins with ``what``."""
+    """Returns the failure for an error outside all workers that ended the run. The text begins with ``what``."""
     return RunFailed(f"{what}: {failure_line(error)}", log="".join(traceback.format_exception(error)))

@@ -28,12 +28,12 @@ REPORTED_DATA_KEYS = tuple(key for key in REPORTED_KEYS if key.startswith("data.
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Describes a checkpoint from which the run continues.
+    """Describes the checkpoint that the run continues from.
 
-    ``folder`` is its folder, ``step`` its number of train steps, and ``snapshot`` the state of the bus. ``notes`` are
-    lines for the user, e.g. about changed settings. ``left`` are lines about newer checkpoints that resume=auto skipped
-    because they are incomplete. ``template_date`` is data.template_date of the run, or None. ``dtype`` is its
-    model.dtype.
+    ``folder`` is the checkpoint's folder, ``step`` its number of train steps, and ``snapshot`` the state of the bus.
+    ``notes`` are lines for the user, for example about changed settings. ``left`` are lines about newer checkpoints
+    that resume=auto skipped because they are incomplete. ``template_date`` is the run's data.template_date, or None.
+    ``dtype`` is the run's model.dtype.
     """
 
     folder: Path
@@ -48,10 +48,10 @@ class ResumePoint:
 def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoint | None:
     """Returns the checkpoint that ``resume`` selects, or None if the run starts from step 0.
 
-    With ``repair`` a checkpoint is restored if its replacement was interrupted; no other process may use the folder.
-    With resume=auto the result is None if there is no checkpoint yet. Raises ValueError if the named checkpoint, or
-    every checkpoint, is incomplete, if it has more steps than the run, or if it belongs to a run with other data,
-    another model or another algorithm.
+    With ``repair`` a checkpoint is restored if its replacement was interrupted; no other process may use the folder at
+    this time. With resume=auto the result is None if no checkpoint exists yet. Raises ValueError if the named
+    checkpoint, or every checkpoint, is incomplete; if the checkpoint has more steps than the run; and if it belongs to
+    a run with different data, another model or another algorithm.
     """
     if config.resume is None:
         return None
@@ -93,10 +93,10 @@ def _named(folder: Path) -> ValidCheckpoint:
 
 
 def _compare(found: ValidCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
-    """Returns notes on the settings that differ from the checkpoint's.
+    """Returns notes on the settings that differ from the checkpoint's settings.
 
-    Raises ValueError if the checkpoint belongs to another run. Data is compared by content if the checkpoint has a
-    digest of its data.
+    Raises ValueError if the checkpoint belongs to another run. Data is compared by content if the checkpoint contains a
+    digest of the run's data.
     """
     before, now = _saved(found), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step

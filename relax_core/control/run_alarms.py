@@ -1,4 +1,4 @@
-"""Sends notifications about a run: its start and end, failures, and the alert rules of ``notify.rules``."""
+"""Sends notifications about a run: about its start and end, failures, and the alert rules of ``notify.rules``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from relax_core.observe.stragglers import Straggler, straggler_text
 from relax_core.observe.summary import FIRST_STEPS, HACK, SIGNAL_RULES, first_steps_line, signal_line
 from relax_core.server.gateway_client import read_address
 
-REPEAT_S = 3600.0  # minimum time between two notifications of one cause
-RESTARTS_PER_HOUR = 3  # restarts in place (tier 1) above which a notification is sent
-DISK_GIB = 2.0  # free space in the run's folder below which a notification is sent
-END_S = 20.0  # how long the end of the run waits for its last messages
+REPEAT_S = 3600.0  # minimum time in seconds between two notifications with the same cause
+RESTARTS_PER_HOUR = 3  # a notification is sent if more restarts in place (tier 1) occur in an hour
+DISK_GIB = 2.0  # a notification is sent if less space is free in the run's folder
+END_S = 20.0  # seconds that the end of the run waits for its last messages
 LOOK_S = 5.0
 HOUR_S = 3600.0
-UNKNOWN_RECORDS = 100  # a metric that is missing in this many records of its source is reported
+UNKNOWN_RECORDS = 100  # a metric is reported if it is missing in this number of records of its source
 GIB = 1 << 30
-OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # some runs do not have these metrics
-SEEN_ANYWAY = (*NOTICES, "failed")  # events that the terminal shows in other lines
+OF_PRESETS = frozenset(words for rules in PRESETS.values() for words in rules)  # metrics that some runs do not have
+SEEN_ANYWAY = (*NOTICES, "failed")  # events that have other lines on the terminal
 TITLES = {
     "started": "the run has started",
     "finished": "the run has finished",
@@ -55,8 +55,8 @@ TITLES = {
 class RunAlarms:
     """Records the alarms of a run and sends them to the addresses in ``notify.urls_file``.
 
-    `happened` and `over` may be called from any thread, the other methods from one thread. With ``again`` an earlier
-    process has reported the start.
+    Any thread may call `happened` and `over`; only one thread may call all further methods. ``again`` says that an
+    earlier process has already reported the start.
     """
 
     def __init__(self, config: RelaxConfig, *, again: bool, clock: Callable[[], float] = time.time) -> None:
@@ -71,7 +71,7 @@ class RunAlarms:
         self._first_line = partial(
             first_steps_line, temperature=config.rollout.temperature, group_size=config.algo.group_size
         )
-        self._without: dict[Rule, int] = {}  # rule → records without its metric
+        self._without: dict[Rule, int] = {}  # rule → number of records without the rule's metric
         self._seen: set[Rule] = set()  # rules with a recorded metric
         self._began_s = clock()
         self._events: deque[tuple[bool, str, str, str]] = deque()
@@ -85,7 +85,7 @@ class RunAlarms:
             self.happened("started", "the run", f"{self._steps} train steps")
 
     def _receivers(self, urls_file: str | None) -> list[tuple[str, Notify]]:
-        """Returns the receivers; an invalid file is logged and does not end the run."""
+        """Returns the receivers. An invalid file is logged and does not end the run."""
         try:
             return [] if urls_file is None else read_receivers(Path(urls_file))
         except ValueError as error:
@@ -95,7 +95,7 @@ class RunAlarms:
     def watch(
         self, *, engine_lost: Callable[[], Mapping[str, str]], order_failed: Callable[[], Mapping[str, str]]
     ) -> None:
-        """Sets the functions that return name → cause for failed added engines and for failed new orders."""
+        """Sets the functions that map failed added engines and failed new orders to their causes."""
         self._failed = {"engine_lost": engine_lost, "order_failed": order_failed}
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class RunAlarms:
         self._events.append((True, event, cause, ""))
 
     def restarted(self, cause: str) -> None:
-        """Records a restart in place (tier 1); too many within an hour are an event."""
+        """Records a restart in place (tier 1). Too many restarts within an hour are an event."""
         now = self._clock()
         self._restarts.append(now)
         while self._restarts[0] < now - HOUR_S:
@@ -129,7 +129,7 @@ class RunAlarms:
                 self.happened("straggler", straggler.who, straggler_text(straggler))
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
-        """Applies all rules to the newest records, in order; records of an earlier process do not count.
+        """Applies all rules to the newest records, in order. Records of an earlier process are ignored.
 
         A line is logged if the run trains without a learning signal.
         """
@@ -196,7 +196,7 @@ class RunAlarms:
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def close(self, word: Literal["finished", "stopped", "failed"], why: str) -> list[str]:
-        """Sends the end of the run and waits for its last messages; returns the last lines for the log."""
+        """Sends the end of the run, and waits for the last messages. Returns the last lines for the log."""
         self.happened(word, "the run", why)
         self.tick(step=self._step)
         self._sender.close(timeout_s=END_S)

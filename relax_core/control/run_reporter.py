@@ -1,4 +1,4 @@
-"""Shows a run on the terminal over all attempts of its services: the live panel, and lines about events."""
+"""Shows a run on the terminal, over all attempts of its services: the live panel, and lines about events."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from relax_core.roles.process_placement import equal_trainers
 from relax_core.roles.role_context import RunContext
 
 EVENTS_LOG = "recoveries.log"
-READ_S = 0.5  # maximum time that one call reads the log, because the controller has other work
-TRACKERS_S = 5.0  # interval between two checks of the trackers
+READ_S = 0.5  # maximum time in seconds that one call reads the event log, because the controller has other work
+TRACKERS_S = 5.0  # interval in seconds between two checks of the trackers
 
 
 class RunReporter:
     """Feeds the panel, and reports events on the terminal and in the log.
 
-    ``step`` is the number of train steps done, ``records`` are the metrics of the newest `read`, and ``progress`` is
-    the newest answer of any bus. ``gaps`` counts records that are in no file. ``stragglers`` detects workers and
-    engines that are slower than their peers. ``alarms`` sends notifications, and returns lines if the run trains
-    without a learning signal.
+    ``step`` is the number of finished train steps. ``records`` are the metrics of the newest `read`. ``progress`` is
+    the newest progress that a bus of any attempt returned. ``gaps`` counts records that were lost before they reached a
+    file. ``stragglers`` detects workers and engines that are slower than their peers. ``alarms`` sends notifications,
+    and returns lines if the run trains without a learning signal.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunReporter:
         self._reader = EventReader(run_dir)
         self._log = run_dir / "logs" / EVENTS_LOG
         self._problem = ""  # why this process cannot write events
-        self._unwritten: list[str] = []  # reported lines that are missing in the log
+        self._unwritten: list[str] = []  # reported lines that are not yet in the log
         self._ledger_problem = ""
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
@@ -83,7 +83,7 @@ class RunReporter:
     def report(self, event: str) -> None:
         """Writes a line about the run to the terminal and to ``logs/recoveries.log``.
 
-        During a disk outage the log gets it with a later line.
+        During a disk outage the line is kept, and written to the log together with a later line.
         """
         self._panel.print_line(event)
         self._unwritten.append(event)
@@ -98,7 +98,7 @@ class RunReporter:
             self._unwritten.clear()
 
     def read(self, *, step: int, progress: BusProgress | None) -> None:
-        """Reads the newest records of the log, and sets the progress of the current attempt."""
+        """Reads the newest records of the event log, and sets the progress of the current attempt."""
         self.records = self._read()
         self._check_writing()
         self.step = step
@@ -145,7 +145,10 @@ class RunReporter:
                 self.report(line)
 
     def _read(self) -> list[MetricRecord]:
-        """Returns the new metrics of the log; after a restart of this process, reading all takes several calls."""
+        """Returns the new metrics of the event log.
+
+        After a restart of this process, reading all takes several calls.
+        """
         found: list[MetricRecord] = []
         until = time.monotonic() + READ_S
         while events := self._reader.read():
@@ -159,7 +162,7 @@ class RunReporter:
         return found
 
     def _report_look(self, look: TextRecord) -> None:
-        """Reports an evaluation's notice, if any, about answers that look like an exploit of the reward."""
+        """Reports the notice that an evaluation may have about answers that look like an exploit of the reward."""
         if notice := str(look.rows[0].get("notice") or "") if look.rows else "":
             self.report(f"evaluation of weights {look.step}: {notice}")
 
@@ -170,7 +173,7 @@ class RunReporter:
         self._problem = self._events.problem
 
     def _report_ledger(self, problem: str) -> None:
-        """Reports that the ledger waits for the disk, and that it is written again."""
+        """Reports that the ledger waits for the disk, and later that it is written again."""
         if problem and not self._ledger_problem:
             self.report(f"the ledger waits for the disk: {problem}")
         elif self._ledger_problem and not problem:
@@ -183,9 +186,9 @@ class RunReporter:
             self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
-        """Records the ledger's drop counts by reason once per train step, from the first dropped sample on.
+        """Records the ledger's drop counts by reason once per train step, after the first dropped sample.
 
-        In a run with media it also records counts by modality, from the first train step on.
+        In a run with media, it also records counts by modality once per train step.
         """
         ledger = progress.ledger
         if (ledger.dropped or ledger.modalities) and progress.version != self._reported_drops:
@@ -199,14 +202,14 @@ class RunReporter:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRecords:
-    """Holds the ``sources`` of metrics that earlier commands in the run's folder recorded, and their train steps."""
+    """Holds the metric ``sources`` and the number of train ``steps`` of earlier commands in the run's folder."""
 
     sources: frozenset[str]
     steps: int
 
     @classmethod
     def of(cls, run_dir: Path) -> EarlierRecords:
-        """Reads each record once and keeps none: records of 20,000 train steps take 170 MB."""
+        """Reads each record once and does not keep records, because records of 20,000 train steps take 170 MB."""
         sources, steps = set(), 0
         for record in each_metric(run_dir):
             sources.add(record.source)
@@ -223,7 +226,7 @@ def open_reporter(
     earlier: EarlierRecords,
     alarms: RunAlarms,
 ) -> RunReporter:
-    """Returns the view of a run, with the stragglers that earlier processes reported."""
+    """Returns the reporter of a run, with the stragglers that earlier processes reported."""
     config = context.config
     told = reported_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
     return RunReporter(

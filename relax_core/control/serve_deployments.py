@@ -1,7 +1,7 @@
-"""Deploys the roles in Ray Serve (``run.serve``), for programs that read their status or stop them.
+"""Deploys the roles in Ray Serve (``run.serve``), so programs can read the roles' status or stop the roles.
 
-The workers are plain Ray actors and outlive the deployments. No train step waits for Serve, and Ray restarts its
-controller and its deployments.
+The workers are plain Ray actors and outlive the deployments. No train step waits for Ray Serve. Ray restarts Serve's
+controller and the deployments.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from relax_core.roles.process_placement import roles_of
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.worker import WorkerStatus
 
-DEPLOY_TRIES = 3  # because Serve's controller may die during a deployment
+DEPLOY_TRIES = 3  # number of attempts, because Serve's controller may die during a deployment
 TRY_S = 1.0
-ANSWER_S = 10.0  # a worker answers in milliseconds, even while it trains
+ANSWER_S = 10.0  # timeout in seconds; a worker answers in milliseconds, even while it trains
 
 
 @serve.deployment(
     ray_actor_options={"num_cpus": 0.01}, health_check_period_s=5, health_check_timeout_s=30, max_ongoing_requests=16
 )
 class RoleDeployment:
-    """Answers for the workers of a role, which it finds by name on each call.
+    """Passes calls on to the workers of a role. It finds the workers by name on each call.
 
-    Serve restarts a deployment that dies, in any state of its workers; the workers do not notice.
+    Serve restarts a dead deployment in any state of the workers. The workers are not affected.
     """
 
     def __init__(self, role: str, workers: list[str], namespace: str) -> None:
@@ -45,14 +45,14 @@ class RoleDeployment:
     async def status(self) -> list[WorkerStatus]:
         """Returns one status per worker.
 
-        Raises RayActorError for a worker that has exited for good, ValueError if no worker of that name exists, and
+        Raises RayActorError for a worker that has exited permanently, ValueError if no worker with the name exists, and
         TimeoutError for a worker that does not answer.
         """
         async with asyncio.timeout(ANSWER_S):
             return list(await asyncio.gather(*(worker.status.remote() for worker in self._workers())))
 
     async def request_stop(self) -> None:
-        """Asks every worker to stop at its next safe point; raises as `status` does."""
+        """Asks every worker to stop at its next safe point. Raises as `status` does."""
         async with asyncio.timeout(ANSWER_S):
             await asyncio.gather(*(worker.request_stop.remote() for worker in self._workers()))
 
@@ -61,7 +61,7 @@ class RoleDeployment:
 
 
 class ServeDeployments:
-    """Deploys one Serve app per role and, after a recovery, deploys it again for the new workers."""
+    """Deploys one Serve app per role. After a recovery, deploys the app again for the new workers."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -71,22 +71,22 @@ class ServeDeployments:
         self._deployed: Future[None] | None = None
 
     def follow(self, namespace: str) -> None:
-        """Starts the deployment of the apps for the workers of ``namespace``, unless already done. Returns at once."""
+        """Starts the deployment of the apps for the workers of ``namespace``, if not done before. Returns at once."""
         if namespace != self._namespace:
             self._namespace = namespace
             self._deployed = self._pool.submit(self._deploy, namespace)
 
     def look(self) -> Finding | None:
-        """Finds a deployment that has failed."""
+        """Returns a finding if a deployment has failed."""
         deployed = self._deployed
         if deployed is None or not deployed.done() or (error := deployed.exception(timeout=0)) is None:
             return None
         return Finding(failed_part="Ray Serve", how=f"did not start the roles' deployments: {failure_line(error)}")
 
     def close(self, *, timeout_s: float) -> None:
-        """Deletes the run's apps in a joined cluster; in the run's own Ray, Serve ends with Ray.
+        """Deletes the run's apps in an external Ray cluster. In a Ray that the run started, Serve ends with Ray.
 
-        A deployment that is not done within ``timeout_s`` seconds is reported, and the run ends anyway.
+        If a deployment does not finish within ``timeout_s`` seconds, this is reported, and the run still ends.
         """
         self._pool.shutdown(wait=False)
         if self._deployed is None:

@@ -32,9 +32,9 @@ from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, Referenc
 from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner, TeacherWorker
 from relax_core.roles.worker import WorkerStatus, process_host
 
-WORKER_CALLS = 8  # concurrent calls that a worker answers in addition to its loop: status, stop, endpoint, waits
+WORKER_CALLS = 8  # concurrent calls that a worker answers while its loop runs: status, stop, endpoint, waits
 
-CREATED_S = 30.0  # extra wait after the start timeout, in which the calls that create the bus time out themselves
+CREATED_S = 30.0  # seconds after the start timeout in which the calls that create the bus reach their own timeouts
 
 WORKERS: dict[str, Any] = {
     "engine": EngineOwner,
@@ -48,9 +48,9 @@ WORKERS: dict[str, Any] = {
     TEACHER_ENGINE: TeacherEngineOwner,
     JUDGE_ENGINE: JudgeEngineOwner,
 }
-# The classes of ranks > 0, for roles that span several processes.
+# The classes of ranks above 0, for roles with several processes.
 OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
-AFTER_RESTORE = ("rollout",)  # these roles request admissions, so they start after the bus has restored its checkpoint
+AFTER_RESTORE = ("rollout",)  # roles that request admissions, so they start after the bus has restored its checkpoint
 RESTARTED_IN_PLACE = (
     "engine",
     "rollout",
@@ -64,9 +64,9 @@ RESTARTED_IN_PLACE = (
 
 
 class Services:
-    """Holds the bus and the workers of one attempt, which start at the same time and discover each other.
+    """Starts and holds the bus and the workers of one attempt. They start at the same time and discover each other.
 
-    Raises the errors of the bus's start. ``engines`` are the engines at the start of the attempt.
+    ``engines`` are the engines at the start of the attempt. Raises the errors of the bus's start.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Services:
         return role == ENGINE and bool(self._context.config.engine.urls or self._engines.url_of(rank))
 
     def handles(self) -> Mapping[str, Any]:
-        """Returns the Ray handle of every worker, by its name."""
+        """Returns the Ray handles of all workers, by worker name."""
         return self.workers
 
     def start_engine(self, number: int) -> None:
@@ -164,13 +164,13 @@ class Services:
         self.workers[worker_name(ENGINE, number)] = self._start(ENGINE, number)
 
     def stop_engine(self, number: int, *, timeout_s: float) -> Any:
-        """Asks an engine's owner to end its engine and itself; returns the Ray reference of the answer."""
+        """Asks an engine owner to end its engine and itself. Returns the Ray reference of the answer."""
         owner = self.workers[worker_name(ENGINE, number)]
         owner.request_stop.remote()
         return owner.join.remote(timeout_s)
 
     def remove_engine(self, number: int) -> None:
-        """Kills the remaining processes of an engine on this machine and forgets it."""
+        """Kills the remaining processes of an engine on this machine and forgets the engine."""
         name = worker_name(ENGINE, number)
         ray.kill(self.workers.pop(name))
         status = self._statuses.pop(name, None)
@@ -178,12 +178,15 @@ class Services:
             kill_trees((status.pid, *status.child_pids))
 
     def open_samples(self, number: int) -> list[Any]:
-        """Asks each rollout worker for its open samples at an engine; returns the Ray references of the counts."""
+        """Asks each rollout worker for its number of open samples on an engine.
+
+        Returns Ray references of the numbers.
+        """
         rollouts = [self.workers[worker_name("rollout", rank)] for rank in range(self.roles["rollout"])]
         return [worker.open_samples.remote(number) for worker in rollouts]
 
     def dispensable(self) -> Collection[str]:
-        """Returns the owners of added engines, including removed engines with owners that are still ending."""
+        """Returns the owners of added engines, and the owners of removed engines that are still ending."""
         needed = {worker_name(ENGINE, number) for number in range(self.roles[ENGINE])}
         return {name for name in self.workers if name.rpartition("-")[0] == ENGINE} - needed
 
@@ -206,8 +209,8 @@ class Services:
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         """Kills a worker that does not answer.
 
-        Ray restarts it if ``max_restarts`` allows. A worker on another host is killed by Ray, which takes seconds for a
-        stopped process.
+        Ray restarts the worker if ``max_restarts`` allows it. A worker on another host is killed through Ray, which
+        takes seconds for a stopped process.
         """
         if status.host == process_host():
             kill(status.pid)
@@ -215,7 +218,7 @@ class Services:
             ray.kill(self.handles()[name], no_restart=False)
 
     def close_immediately(self, reason: str) -> None:
-        """Closes the bus and kills all processes, without a stop request: workers may be in a long operation."""
+        """Closes the bus and kills all processes without a stop request, because workers may be in a long operation."""
         try:
             with suppress(BusLost):
                 blocking(self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s))
@@ -223,17 +226,17 @@ class Services:
             self.kill()
 
     def close(self, reason: str, *, failed: str | None = None) -> None:
-        """Ends every process in order: the bus first, so that no worker waits on it, then the workers.
+        """Ends every process in order: first the bus, so no worker waits for the bus, then the workers.
 
-        The owners of engines end their engines. The ranks of the role of the worker ``failed`` are killed without a
-        stop request, because they may wait forever for that worker in a collective.
+        Engine owners end their engines. If the worker ``failed`` is a rank, all ranks of its role are killed without a
+        stop request, because they may wait forever for this worker in a collective.
 
-        Raises LedgerUnwritable or BusTimeout, after every process has ended, if the ledger's last events did not reach
-        its file.
+        If the ledger's last events did not reach its file, raises LedgerUnwritable or BusTimeout after every process
+        has ended.
         """
         timeout_s = self._context.config.run.stop_timeout_s
         try:
-            with suppress(BusLost):  # no worker waits on a bus that has exited
+            with suppress(BusLost):  # no worker waits for a bus that has exited
                 blocking(self.bus.close(reason=reason, timeout_s=timeout_s))
         finally:
             ranks = self._ranks_with(failed) if failed is not None else set()
@@ -251,7 +254,7 @@ class Services:
         return {worker_name(role, rank) for rank in range(self.roles[role])} if role in OTHER_RANKS else set()
 
     def kill(self) -> None:
-        """Kills every process and waits until all have exited, so that none can change the run's files.
+        """Kills every process and waits until all have exited. After that no process can change the run's files.
 
         Raises RuntimeError for a process that does not end.
         """
@@ -259,7 +262,7 @@ class Services:
         self.bus.terminate()
         here = [status for status in self._statuses.values() if status.host == process_host()]
         pids = {pid for status in here for pid in (status.pid, *status.child_pids)}
-        if self._context.config.launcher.ray_address is None:  # otherwise the bus may be on another host
+        if self._context.config.launcher.ray_address is None:  # in an external cluster the bus may be on another host
             pids.add(self.bus_pid)
         kill_trees(pids)
 

@@ -1,4 +1,4 @@
-"""Watchdog: reports a stall with the wait graph of the workers, the blockers, and the blockers' stacks."""
+"""The watchdog reports a stall, with the wait graph of the workers, the blockers, and the blockers' stacks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from relax_core.control.services import Services
 
 LOG = "watchdog.log"
-REPORTS = 5  # reports without a train step until all services restart
-BUS_S = 2.0  # timeout of the bus's answer, which normally takes milliseconds
+REPORTS = 5  # number of reports without a train step after which all services restart
+BUS_S = 2.0  # timeout in seconds of the bus's answer, which normally takes milliseconds
 
 
 class Watchdog:
     """Measures the time without a train step, and reports after each fifth of ``run.stall_timeout_s``.
 
-    A report is made in a separate thread, because it calls processes that may not answer. That thread calls ``stalled``
-    with a short text; ``goes_on`` is called when a train step ends after a report.
+    A separate thread makes the report, because it calls processes that may not answer. This thread calls ``stalled``
+    with a short text. ``goes_on`` is called when a train step ends after a report.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class Watchdog:
             self._goes_on()
 
     def look(self, beats: Mapping[str, WorkerHeartbeat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
-        """Starts a report if it is due, and finds a stall beyond its limit; ``step`` is the number of train steps done.
+        """Starts a report if it is due. Returns a finding for a stall beyond the limit.
 
-        The first step after a start may take ``run.start_timeout_s`` longer.
+        ``step`` is the number of finished train steps. The first step after a start may take ``run.start_timeout_s``
+        longer.
         """
         now, run = time.monotonic(), self._context.config.run
         if now - self._reported >= run.stall_timeout_s / REPORTS:
@@ -126,15 +127,15 @@ class Watchdog:
 
 # -- Builds the wait graph (which worker waits for which) from the statuses of workers and bus ------------------------
 
-SILENT_S = 3.0  # the waits of a worker without an answer for longer are unknown
+SILENT_S = 3.0  # seconds; after a longer time without an answer the waits of a worker are unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """Holds the chain of waits from one worker.
 
-    ``lines`` describes all workers and the bus. ``blockers`` are the workers that do not answer and the workers at the
-    end of the chain, or all members of a cycle.
+    ``lines`` describes all workers and the bus. ``blockers`` are the workers that do not answer, and the workers at the
+    end of the chain; if the chain is a cycle, all members of the cycle.
     """
 
     lines: list[str]
@@ -142,7 +143,10 @@ class Chain:
 
 
 def chain(beats: Mapping[str, WorkerHeartbeat], bus: Sequence[BusWait] | str, *, start: str) -> Chain:
-    """Follows the waits from the worker ``start``. ``bus`` holds the bus's waits, or says why it does not answer."""
+    """Follows the waits from the worker ``start``.
+
+    ``bus`` has the bus's waits, or the reason why it does not answer.
+    """
     edges = {name: _owed_by(beat, bus, beats) for name, beat in beats.items()}
     frozen = [beat.name for beat in beats.values() if beat.silent_s > SILENT_S]
     lines = [line for beat in beats.values() for line in _lines(beat)]
@@ -154,7 +158,7 @@ def chain(beats: Mapping[str, WorkerHeartbeat], bus: Sequence[BusWait] | str, *,
 
 
 def _owed_by(beat: WorkerHeartbeat, bus: Sequence[BusWait] | str, beats: Mapping[str, WorkerHeartbeat]) -> list[str]:
-    """Returns the names of the workers for which this worker waits; none if it does not answer."""
+    """Returns the names of the workers that this worker waits for; empty if this worker does not answer."""
     status = beat.alive
     if status is None or beat.silent_s > SILENT_S or status.state in ("done", "failed"):
         return []
@@ -176,7 +180,10 @@ def _owed_by(beat: WorkerHeartbeat, bus: Sequence[BusWait] | str, beats: Mapping
 
 
 def _workers(role: str, beats: Mapping[str, WorkerHeartbeat]) -> list[str]:
-    """Returns the workers of a role, or the worker of that name. The trainer's lead represents all of its ranks."""
+    """Returns the workers of a role, or the worker with this name.
+
+    The trainer's lead represents all ranks of the trainer.
+    """
     if role == "actor":
         return ["actor-0"]
     return [name for name in beats if name.rpartition("-")[0] == role] or [role]
@@ -185,7 +192,7 @@ def _workers(role: str, beats: Mapping[str, WorkerHeartbeat]) -> list[str]:
 def _ends(edges: Mapping[str, Sequence[str]], start: str) -> list[str]:
     """Returns the workers reached from ``start`` that wait for no worker, or for themselves.
 
-    If there are none, it returns all reached workers, because they wait in a cycle.
+    If no such worker exists, returns all reached workers, because they wait in a cycle.
     """
     reached: dict[str, None] = {start: None}
     queue = [start]
@@ -216,7 +223,7 @@ DUMP_S = 10.0
 def stacks_of(beat: WorkerHeartbeat | None, handle: Any) -> list[str]:
     """Returns lines with the stacks of a worker's threads.
 
-    If the worker does not answer, they come from `stacks_from_outside`.
+    If the worker does not answer, the lines come from `stacks_from_outside`.
     """
     if beat is None or beat.status is None:
         return ["it has not answered yet"]

@@ -1,8 +1,8 @@
 """Kills processes of the run on this machine that the kernel reports as stopped (SIGSTOP).
 
-Only this check notices a process that is stopped before its first heartbeat, because its owner still waits for it. It
-covers all processes from their fork on, owned by Ray, a worker or the supervisor. Owners that already get heartbeats
-notice a silent process earlier, and report the cause.
+Only this check detects a process that is stopped before its first heartbeat, because the owner of such a process still
+waits for the start. The check covers all processes of Ray, the workers and the supervisor from their fork on. An owner
+that already gets heartbeats detects a silent process earlier, and reports the cause.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import psutil
 from relax_core.contracts.monitor import Check, Elapsed
 
 LOOK_S = 1.0
-GRACE_S = 3.0  # after the heartbeat timeout, so that the owner of a process can kill it and report the cause
-# Programs of Relax, Ray and SGLang. Other descendants are programs of the user, such as agents' commands, which may
-# stop their own children.
+GRACE_S = 3.0  # seconds after the heartbeat timeout, so the owner of a process can kill it first and report the cause
+# Programs of Relax, Ray and SGLang. All other descendants are programs of the user, such as agents' commands; they may
+# stop their children on purpose.
 _OF_THE_RUN = re.compile(r"relax_core|^ray::|/ray/|sglang")
 
 
 class StoppedProcesses:
     """Kills each descendant of process ``root`` that is stopped for longer than ``frozen_after_s`` + `GRACE_S` seconds.
 
-    ``report`` is called with a line for each. Pauses of this process do not count.
+    ``report`` is called with a line of text for each killed process. Pauses of this process do not count.
     """
 
     def __init__(
@@ -58,6 +58,6 @@ class StoppedProcesses:
                 command = " ".join(process.cmdline())
                 if stopped_s > self._limit_s and (match := _OF_THE_RUN.search(command)):
                     process.kill()
-                    # The name begins at the match, because the path of the interpreter may be long.
+                    # The reported name begins at the match, because the path of the interpreter may be long.
                     name = command[match.start() :][:80]
                     self._report(f"process {process.pid} ({name}) was stopped for {stopped_s:.0f} s and is killed")

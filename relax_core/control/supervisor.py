@@ -1,8 +1,8 @@
-"""Supervisor: the process that the user starts. It forks the controller and restarts it if it dies.
+"""The supervisor is the process that the user starts. It forks the controller, and restarts a dead controller.
 
-It forwards stop signals to the controller. A controller that died, froze or lost its Ray restarts from the newest
-checkpoint, with a new Ray. The supervisor is a subreaper, so it can kill every remaining process of the run. It never
-imports Ray.
+The supervisor forwards stop signals to the controller. If the controller dies, freezes or loses its Ray, the supervisor
+starts a new controller, which continues from the newest checkpoint with a new Ray. The supervisor is a subreaper, so it
+can kill every remaining process of the run. It never imports Ray.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from relax_core.control.stopped_processes import StoppedProcesses
 from relax_core.observe.alarms import clean
 from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
-NOTIFY_S = 60.0  # timeout of the process that sends a notification
-RAY_STARTS = 3  # failed starts of Ray after which the run fails
+NOTIFY_S = 60.0  # timeout in seconds of the process that sends a notification
+RAY_STARTS = 3  # number of failed starts of Ray after which the run fails
 SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
 
 RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", SupervisorPipe], int]
@@ -44,9 +44,9 @@ RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", Superv
 class Attempt:
     """Describes one controller of a run.
 
-    ``number`` is the number of controllers that died before it. ``started`` is the Unix time at which the user's
-    process began, or at which this run of a sweep began. ``causes`` has one line per earlier controller with the cause
-    of its end. ``gateway`` is the socket for the gateway's requests, None without a gateway.
+    ``number`` is the number of earlier controllers, which died. ``started`` is the Unix time when the user's process
+    began; in a sweep, when this run began. ``causes`` has one line for each earlier controller with the cause of its
+    end. ``gateway`` is the socket for the gateway's requests, None without a gateway.
     """
 
     number: int
@@ -56,17 +56,17 @@ class Attempt:
 
 
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
-    """Executes ``run_once`` in a child process until it ends by itself, and returns its exit code.
+    """Executes ``run_once`` in a child process until it ends by itself. Returns the child's exit code.
 
-    If the child dies, it restarts from the newest checkpoint, at most ``run.max_recoveries`` times; after that the exit
-    code is 1. If signal N comes before a train step is done, the run ends at once with exit code 128 + N. No process
-    and no temporary folder of the run remains. Stale runs are removed first.
+    If the child dies, a new child continues from the newest checkpoint, at most ``run.max_recoveries`` times; after
+    that the exit code is 1. If signal N arrives before a train step is done, the run ends at once with exit code 128 +
+    N. Stale runs are removed first. At the end, no process and no temporary folder of the run remains.
     """
     with unread_streams(timeout_s=RUN_TIMEOUT_S):
         _remove_stale_runs()
         remove_left_weights(Path(config.run.dir))
         become_subreaper()
-        recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote it
+        recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote this file
         try:
             with StopSignals() as signals, gateway(config) as gateway_process:
                 return _supervise(config, resume, run_once, signals, gateway_process)
@@ -157,7 +157,7 @@ def _report(line: str) -> None:
 
 
 def _remove_stale_runs() -> None:
-    """Removes stale runs and reports them, also if a stale run cannot be removed."""
+    """Removes stale runs and reports them. Also reports a stale run that cannot be removed."""
     try:
         for stale_run in remove_stale_runs():
             _report(stale_run.removal())
@@ -166,7 +166,7 @@ def _remove_stale_runs() -> None:
 
 
 def _end_rest(gateway_process: GatewayProcess | None) -> None:
-    """Kills the remaining processes except the gateway, after all processes with an orderly end have exited."""
+    """Kills the remaining processes except the gateway. All processes with an orderly end have exited before."""
     try:
         end_children(spare=None if gateway_process is None else gateway_process.pid)
     except RuntimeError as error:
@@ -174,14 +174,17 @@ def _end_rest(gateway_process: GatewayProcess | None) -> None:
 
 
 def _recoveries_done(config: RelaxConfig, attempt: Attempt) -> int:
-    """Returns the number of restarts of all services; a controller that died early may not have recorded its own."""
+    """Returns the number of restarts of all services.
+
+    A controller that died early may not have recorded its restart.
+    """
     recoveries = Recoveries(recoveries_file(Path(config.run.dir)), report=_report)
     recoveries.load()
     return max(attempt.number, recoveries.count(FROM_CHECKPOINT))
 
 
 def _is_shared(config: RelaxConfig) -> bool:
-    """Returns whether other machines may take part in the run; they share only run.dir with this machine."""
+    """Returns whether the run may use other machines, which share only run.dir with this machine."""
     return config.launcher.ray_address is not None or bool(config.engine.urls)
 
 
@@ -192,5 +195,5 @@ def _process_start() -> float:
     return float(psutil.Process(os.getpid()).create_time())
 
 
-# The clock of a sweep's first run starts with this process; the clocks of later runs start when their turn comes.
+# In a sweep, the first run's time is counted from the start of this process, a later run's time from the run's start.
 _STARTS: Any = itertools.chain([_process_start], itertools.repeat(time.time))

@@ -19,14 +19,14 @@ from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, Servi
 from relax_core.observe.panel import RoleState, RoleStateName
 from relax_core.roles.worker import WorkerStatus, process_host
 
-POLL_S = 0.2  # timeout of the answers, which normally take milliseconds
+POLL_S = 0.2  # timeout in seconds of the answers, which normally take milliseconds
 
 
 class KillableServices(Protocol):
-    """Declares the part of the services that the check of the workers uses."""
+    """Declares the part of the services that `WorkerHealth` uses."""
 
     def handles(self) -> Mapping[str, Any]:
-        """Returns the Ray handle of every worker, by its name."""
+        """Returns the Ray handles of all workers, by worker name."""
 
     def dispensable(self) -> Collection[str]:
         """Returns the workers that may end without a failure of the run."""
@@ -39,8 +39,9 @@ class KillableServices(Protocol):
 class _Restarts:
     """Holds the restarts of one worker.
 
-    ``count`` is the number of recorded restarts; ``under_way`` says that a restart is in progress. ``killed`` says why
-    the process ``killed_pid`` was killed at the monotonic time ``killed_at``; it is "" after that is recorded.
+    ``count`` is the number of recorded restarts. ``under_way`` says that a restart is in progress. ``killed`` is the
+    reason why the process ``killed_pid`` was killed at the monotonic time ``killed_at``; it becomes "" when the restart
+    is recorded.
     """
 
     count: int = 0
@@ -54,10 +55,10 @@ class WorkerHealth:
     """Monitors the workers of one attempt of the services.
 
     A worker that has answered before and then does not answer for ``heartbeat_timeout_s`` seconds is frozen: it was
-    stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a process does not give its first
-    answer within ``start_timeout_s`` seconds, all services restart, because Ray does not report which process it is. If
-    a worker on this machine has exited, its own processes, such as an engine, are killed, because they may be frozen
-    too.
+    stopped, or its interpreter hangs. It is killed, and Ray restarts it. If a process has no first answer within
+    ``start_timeout_s`` seconds, all services restart, because without an answer the controller does not know the
+    process id. If a worker on this machine has exited, its child processes, such as an engine, are killed, because they
+    may be frozen, too.
     """
 
     def __init__(
@@ -87,8 +88,7 @@ class WorkerHealth:
 
         ``step`` is the number of train steps done.
 
-        Raises `ServicesLost` if all services have to restart, and `RunFailed` for an error that a role's own code
-        raised.
+        Raises `ServicesLost` if all services have to restart, and `RunFailed` for an error that a role's code raised.
         """
         before = self.beats
         self.beats = self._heartbeats.poll(self._services.handles(), timeout_s=POLL_S)
@@ -139,14 +139,14 @@ class WorkerHealth:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
         known = self._restarts[beat.name]
-        if known.killed_pid == status.pid or state in EXITED:  # Ray has not noticed its end yet
+        if known.killed_pid == status.pid or state in EXITED:  # Ray has not noticed the end of the process yet
             return
         known.killed_pid, known.killed_at = status.pid, time.monotonic()
         known.killed = f"froze (no answer for {beat.silent_s:.0f} s, state {state}) and was killed by SIGKILL"
         self._services.kill_frozen(beat.name, status)
 
     def _record_restarts(self, step: int) -> None:
-        """Records each restart once: while a worker is restarting, or when its process id or count has changed."""
+        """Records each restart once: while a worker is restarting, or after its process id or restart count changed."""
         for role in self.roles:
             known = self._restarts[role.name]
             more = role.restarts > known.count
@@ -161,7 +161,7 @@ class WorkerHealth:
             known.count = role.restarts
 
     def _own_process(self, name: str) -> str:
-        """Returns how a child process of a worker, such as its engine, ended before the worker restarted it, or ""."""
+        """Returns how a worker's child process, such as an engine, ended before the worker restarted it, or ""."""
         status = self.beats[name].alive
         return "" if status is None else status.last_restart
 
@@ -175,8 +175,8 @@ Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the
 class WorkerHeartbeat:
     """Holds the state of a worker's process.
 
-    ``status`` is its newest answer, possibly of a process that has exited. ``silent_s`` are the seconds since the last
-    answer, or since the start. ``cause`` says how the process died.
+    ``status`` is the worker's newest answer, possibly of a process that has exited. ``silent_s`` is the time in seconds
+    since the last answer, or since the start. ``cause`` says how the process died.
     """
 
     name: str
@@ -187,7 +187,7 @@ class WorkerHeartbeat:
 
     @property
     def alive(self) -> WorkerStatus | None:
-        """Returns the newest answer of a live process, else None."""
+        """Returns the newest answer if the process is alive, else None."""
         return self.status if self.life == "alive" else None
 
 
@@ -205,7 +205,7 @@ class Heartbeats:
     def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, WorkerHeartbeat]:
         """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
 
-        Workers that have left ``workers`` are forgotten.
+        Forgets workers that are no longer in ``workers``.
         """
         for name in self._beats.keys() - workers.keys():
             del self._beats[name]
@@ -282,12 +282,12 @@ class RoleWatch:
 def verdict(
     beats: Mapping[str, WorkerHeartbeat], *, bus: str | None, killed: Mapping[str, str], sure: bool
 ) -> RunFailed | None:
-    """Returns the first cause for which these services cannot continue, or None.
+    """Returns the first cause why these services cannot continue, or None.
 
-    ``bus`` says how the bus was lost. ``killed`` maps workers that were killed because they froze to the evidence. A
-    dead process comes before workers that failed because of it; among failed workers the earliest counts. An error of a
-    role's own code ends the run only if ``sure`` is True: its cause may be the death of another process, which may be
-    noticed a moment later.
+    ``bus`` says how the bus was lost. ``killed`` maps frozen workers that were killed to the evidence. A dead process
+    is returned before workers that failed because of its death; among failed workers, the worker that failed first is
+    returned. An error of a role's code ends the run only if ``sure`` is True, because the real cause may be the death
+    of another process that is noticed shortly after.
     """
     if bus is not None:
         return ServicesLost(f"the bus {bus}")
@@ -321,33 +321,36 @@ def _failed(beat: WorkerHeartbeat) -> WorkerStatus | None:
     return beat.alive if beat.alive is not None and beat.alive.state == "failed" else None
 
 
-# -- Polls the bus in a separate thread, so that a hanging bus does not block the controller --------------------------
+# -- Polls the bus in a separate thread, so a hanging bus does not block the controller -------------------------------
 ASK_S = 0.25
 
 
 class BusHealth:
     """Monitors the bus.
 
-    ``progress`` is its newest answer, None before the first. ``lost`` says how the bus was lost, as a clause for a
-    sentence that begins with "the bus"; it is None while the bus answers.
+    ``progress`` is the bus's newest answer, None before the first answer. ``lost`` says how the bus was lost, as a
+    clause for a sentence that begins with "the bus"; it is None while the bus answers.
     """
 
     def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:
         self.progress: BusProgress | None = None
         self.lost: str | None = None
         self._bus = bus
-        # The bus answers this call immediately, so the client's grace time is part of the deadline.
+        # The bus answers this call immediately, so the deadline includes the client's grace time.
         self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
 
     def check(self) -> Check:
-        """Returns the check, which runs in a separate thread, so that a hanging bus does not block the controller."""
+        """Returns the check of the bus.
+
+        It runs in a separate thread, so a hanging bus does not block the controller.
+        """
         return Check(name="bus", every_s=ASK_S, look=self._look, act=self._lose, in_thread=True)
 
     def _look(self) -> Finding | None:
         try:
             self.progress = blocking(self._bus.progress(timeout_s=self._call_timeout_s))
         except BusLost as error:
-            # If another process was lost, such as a storage unit, the error names it.
+            # If another process was lost, such as a storage unit, the error names this process.
             how = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
             return Finding(failed_part="the bus", how=how)
         except BusTimeout as error:

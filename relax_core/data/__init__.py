@@ -1,4 +1,4 @@
-"""Prompt sources with a resumable cursor, the sets of an evaluation, and the tokenizer with its chat template.
+"""Prompt sources with a resumable cursor, evaluation sets, and the tokenizer with its chat template.
 
 Start reading in `sources.py`; `tokenizer.py` turns conversations into token ids.
 """

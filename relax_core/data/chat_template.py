@@ -1,6 +1,6 @@
 """Reads and compiles the chat template of a model folder, and renders tools as text for templates without tool support.
 
-jinja2 renders the template, with the sandbox and the settings that transformers uses.
+jinja2 renders the template in its sandbox, with the same settings as in transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _HOW = (
 
 
 def reads_clock(model_folder: Path) -> bool:
-    """Returns whether a chat template of the folder reads the clock. Raises ValueError if it has no template."""
+    """Returns whether a chat template of the folder reads the clock.
+
+    Raises ValueError for a folder without template.
+    """
     return any(
         "strftime_now" in template for template in chat_templates(model_folder, read_json(model_folder / SETTINGS))
     )
@@ -58,12 +61,12 @@ def utc_date() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file, or an empty dict if it does not exist: only tokenizer.json is required."""
+    """Returns the content of a JSON file; an empty dict for a missing file, because most files are optional."""
     return read_object(path) if path.exists() else {}
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a template may use. Older model folders store a token as an object."""
+    """Returns the special tokens that a template may use. In older model folders, a token is an object."""
     tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
     return {
         key: clean_text(text)
@@ -75,7 +78,8 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the chat template and the tool-use template, which are the same in most folders.
 
-    They come from chat_template.jinja and `_TOOL_TEMPLATE`, or else from tokenizer_config.json or chat_template.json.
+    Reads them from chat_template.jinja and `_TOOL_TEMPLATE`; without these files, from tokenizer_config.json or
+    chat_template.json.
     """
     file, tool_file = model_folder / "chat_template.jinja", model_folder / _TOOL_TEMPLATE
     template: Any = None
@@ -92,7 +96,7 @@ def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str
     if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_BYTES:
         raise ValueError(
             f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
-            "A base model has none; use its instruction-tuned sibling."
+            "A base model has no template; use its instruction-tuned variant."
         )
     for_tools = template if for_tools is None else for_tools
     if not isinstance(for_tools, str) or len(for_tools) > _MAX_TEMPLATE_BYTES:
@@ -101,7 +105,7 @@ def chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str
 
 
 def check_template_arguments(arguments: Mapping[str, Any], template: str, model_folder: Path) -> None:
-    """Raises ValueError for an argument that the template does not read: it would be ignored silently."""
+    """Raises ValueError for an argument that the template would silently ignore."""
     if not arguments:
         return
     from jinja2 import meta
@@ -117,7 +121,7 @@ def check_template_arguments(arguments: Mapping[str, Any], template: str, model_
 
 
 def compile_template(template: str, *, what: str, clock: datetime) -> jinja2.Template:
-    """Compiles a template. Raises ValueError, with a text that begins with ``what``, if it does not parse."""
+    """Compiles a template. Raises ValueError, with a text that begins with ``what``, if the template does not parse."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -136,7 +140,7 @@ def _environment(clock: datetime) -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(ext.Extension):
-        """``{% generation %}`` marks assistant text for training masks; rendering only passes it through."""
+        """Outputs the content of ``{% generation %}`` unchanged; the tag marks assistant text for training masks."""
 
         tags = {"generation"}
 
@@ -167,9 +171,9 @@ def _environment(clock: datetime) -> jinja2.Environment:
 
 # -- Tools ----------------------------------------------------------------------------------------------------------
 def check_template_shows_tools(tokenizer: PromptTokenizer) -> None:
-    """Raises ValueError if the chat template leaves out tools, tool calls or tool results.
+    """Raises ValueError if the chat template omits tools, tool calls or tool results.
 
-    Many templates leave them out without an error. The model would then train on prompts without their tools.
+    Many templates omit them without an error. The model would then train on prompts without the tools.
     """
     shown = tokenizer.render([_ASKED], tools=[_PROBE])
     if _TOOL not in shown or _ABOUT not in shown:
@@ -201,7 +205,7 @@ def _left_out(what: str) -> ValueError:
 
 
 def with_tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-    """Returns a conversation whose system message describes the tools and how to call them."""
+    """Returns the conversation with a description of the tools, and how to call them, in its system message."""
     about = "\n".join(["# Tools", *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools), _HOW])
     first, *rest = messages
     if first["role"] != "system":
@@ -215,7 +219,7 @@ def with_tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSchema])
 def with_results_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Returns the messages with tool results as user messages; adjacent results share a message."""
     found: list[Message] = []
-    joins = False  # whether the last message holds results
+    joins = False  # whether the last message contains tool results
     for message in messages:
         if message["role"] != "tool":
             found.append(dict(message))
@@ -238,7 +242,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Returns plain text if all parts are text, else the list of parts."""
+    """Joins the parts to plain text if all parts are text; otherwise returns the list of parts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return list(parts)

@@ -1,9 +1,9 @@
 """Reads data rows by number from JSONL, JSON, CSV and Parquet files, and validates each row.
 
-A data row is validated when it is read; its prompt and answer are stored under "prompt" and "answer". An unusable row
-raises `BadRow`, and the others stay usable. For a JSONL file only the offsets of its lines are in memory, for a Parquet
-file one row group at a time (`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are in memory as a whole. A
-row that is too large or nested too deeply is a bad row, and is not read.
+A data row is validated when it is read. Its prompt is stored under the key "prompt" and its answer under "answer". An
+unusable row raises `BadRow`; all further rows stay usable. Of a JSONL file only the offsets of the lines are in memory,
+of a Parquet file one row group (`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are completely in
+memory. A row that is too large or nested too deeply is not read and is a bad row.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from relax_core.data.row_media import (
 )
 
 MAX_ROW_BYTES, MAX_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # limits of a row without and with media columns
-MAX_WHOLE_BYTES = 512 << 20  # limit of a file that is in memory as a whole
+MAX_WHOLE_BYTES = 512 << 20  # limit of a file that is completely in memory
 _MAX_LINE_BYTES = MAX_MEDIA_ROW_BYTES
-_PIECE_BYTES = 1 << 20  # read at a time when searching for line ends
-_SHOWN = 200  # characters of a value in an error, before base64 is left out
+_PIECE_BYTES = 1 << 20  # bytes that are read at a time to find line ends
+_SHOWN = 200  # most characters of a value in an error, before base64 is removed
 _MISSING = object()
 _UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "zstd -d", ".zip": "unzip"}
 
@@ -63,19 +63,19 @@ class RowFile(Protocol):
         """Returns a data row. Raises `BadRow` if it cannot be used."""
 
     def where(self, number: int) -> str:
-        """Returns file and line of a data row, for an error about it."""
+        """Returns file and line of a data row, for errors about the row."""
 
     def modality(self, number: int) -> str:
-        """Returns the modality of a data row, from its prompt alone; a malformed row counts as text."""
+        """Returns the modality of a data row, only from its prompt; "text" for a malformed row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys:
     """Names the keys of a data row: its prompt, its answer, and the columns with media.
 
-    A dotted key reads a nested value unless a column has this name (`value_at`). ``row_group_bytes`` is the largest row
-    group of a Parquet file with media columns. With ``may_be_empty`` the answer may be an empty text.
-    ``last_assistant`` is data.last_assistant.
+    If no column has the name of a dotted key, the key reads a nested value (`value_at`). ``row_group_bytes`` is the
+    size of the largest allowed row group in a Parquet file with media columns. With ``may_be_empty`` the answer may be
+    an empty text. ``last_assistant`` is the value of data.last_assistant.
     """
 
     prompt: str
@@ -94,7 +94,7 @@ class RowKeys:
 def open_rows(path: Path, keys: RowKeys) -> RowFile:
     """Opens a .jsonl, .json, .csv or .parquet file.
 
-    Raises ValueError for a file that does not exist, has another suffix or no rows; for a Parquet file that is
+    Raises ValueError for a missing file, an unknown suffix and a file without rows; for a Parquet file that is
     malformed, lacks a column, or has row groups that are too large; and for a malformed JSON list or CSV file.
     """
     if not path.exists():
@@ -129,7 +129,7 @@ def arrow_to_parquet(files: Sequence[Path], target: Path) -> str:
 
 
 def _of_hub(path: Path) -> str:
-    """Returns a download hint if a path looks like a dataset name of the Hugging Face hub, else an empty text."""
+    """Returns a download hint if a path looks like the name of a dataset on the Hugging Face hub, else ""."""
     try:
         parts = path.relative_to(Path.cwd()).parts
     except ValueError:
@@ -151,7 +151,7 @@ class JsonlRows:
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
         with open_regular(path) as file:
-            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write it at the beginning
+            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write this mark at the beginning
                 offset = len(codecs.BOM_UTF8)
             file.seek(offset)
             for line_number, (count, blank) in enumerate(_lines(file, path), start=1):
@@ -196,15 +196,15 @@ class JsonlRows:
 
 
 def _read_object(content: bytes, keys: RowKeys) -> dict[str, Any]:
-    """Returns a JSON object. Raises ValueError for other content and for a duplicate key.
+    """Returns the object in a JSON text. Raises ValueError for other content and for a duplicate key.
 
-    A float label becomes a `WrittenNumber` under ``keys.answer``.
+    A float at the key ``keys.answer`` becomes a `WrittenNumber`.
     """
     try:
         row = decode_json(content, dict[str, Any])
     except ValueError as error:
         raise ValueError(f"not a JSON object: {error}") from error
-    if any(content.count(f'"{key}"'.encode()) > 1 for key in row):  # a duplicate key, or a text that equals a key
+    if any(content.count(f'"{key}"'.encode()) > 1 for key in row):  # a duplicate key, or a text like a key
         json.loads(content, object_pairs_hook=_check_keys)
     if isinstance(value_at(row, keys.answer), float):
         row[keys.answer] = written_number(content, keys.answer)
@@ -218,7 +218,7 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
-    """Yields the number of bytes of each line and whether it is blank; a long line is read in pieces.
+    """Yields each line's number of bytes, and whether the line is blank. A long line is read in pieces.
 
     Raises ValueError for a line of more than `_MAX_LINE_BYTES`.
     """
@@ -241,7 +241,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
 class RowsInMemory:
     """Holds data rows in memory.
 
-    Each entry is (file and line, data row), or (file and line, (reason, text)) for a row that cannot be used.
+    Each entry is (file and line, data row); for an unusable row, (file and line, (reason, text)).
     """
 
     def __init__(self, rows: Sequence[tuple[str, Mapping[str, Any] | tuple[str, str]]], keys: RowKeys) -> None:
@@ -270,7 +270,7 @@ class RowsInMemory:
 
 
 def read_json_list(path: Path, keys: RowKeys) -> RowsInMemory:
-    """Reads a .json file that holds one list of objects."""
+    """Reads a .json file with one list of objects."""
     text = read_regular(path, max_bytes=MAX_WHOLE_BYTES).removeprefix(codecs.BOM_UTF8)
     try:
         found = msgspec.json.decode(text, type=list[msgspec.Raw])
@@ -297,7 +297,7 @@ def _object(content: bytes, keys: RowKeys) -> dict[str, Any] | tuple[str, str]:
 def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
     """Reads a .csv file with the column names in its first line.
 
-    Every value is text, except that a label in float notation, such as 72.0 or 1e-05, is a number.
+    Every value is text, except a label in float notation, such as 72.0 or 1e-05, which becomes a number.
     """
     csv.field_size_limit(keys.row_bytes)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
@@ -328,7 +328,7 @@ def check_columns(path: Path, columns: Sequence[str], *, line: str = "") -> None
 
 
 def open_parquet(path: Path, keys: RowKeys) -> RowFile:
-    """Opens a .parquet file. Its library is imported here, because the import is slow."""
+    """Opens a .parquet file. The Parquet library is imported here, because the import is slow."""
     from relax_core.data.parquet_rows import ParquetRows
 
     return ParquetRows(path, keys)
@@ -345,7 +345,7 @@ READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
 def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     """Returns the data row with its prompt under "prompt" and its answer, as text, under "answer".
 
-    Media are `MediaSource`s in the content parts of the prompt. Other keys stay as they are.
+    Media in the prompt's content parts become `MediaSource`s. All further keys are unchanged.
 
     Raises `BadRow` with a text that starts with ``where``.
     """
@@ -404,8 +404,8 @@ def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[An
     if keys.last_assistant is None:
         raise BadRow.because(
             "prompt",
-            f"{where}: {keys.prompt} ends with a message of the assistant. data.last_assistant=drop leaves it out, and "
-            "data.last_assistant=continue lets the model continue it.",
+            f"{where}: {keys.prompt} ends with a message of the assistant. data.last_assistant=drop removes this "
+            "message, and data.last_assistant=continue lets the model continue it.",
         )
     while prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
@@ -417,7 +417,7 @@ def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[An
 def _without_null_keys(prompt: Any) -> Any:
     """Returns a conversation without null-valued keys in messages, parts and tool calls.
 
-    A message with tool calls gets empty content if its content was null. The arguments of calls stay as they are.
+    A message with tool calls gets empty content if its content was null. The arguments of tool calls are unchanged.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
@@ -439,21 +439,24 @@ def _without_nulls(value: Any, *, but: str = "") -> Any:
 
 
 def without_filled_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns an Arrow row without the nulls in its prompt: Arrow gives all messages of a column the same keys."""
+    """Removes nulls from the prompt of an Arrow row; Arrow adds them to give all messages the same keys."""
     return {**row, key: _without_nulls(row[key])} if isinstance(row.get(key), list) else row
 
 
 def too_large(where: str, most: int) -> BadRow:
-    """Returns the error for a row of more than ``most`` bytes, which is not read."""
+    """Returns the error for a row of more than ``most`` bytes; such a row is not read."""
     return BadRow.because("too_large", f"{where}: {_too_large(most)}")
 
 
 def _too_large(most: int) -> str:
-    return f"the row has more than {most / 1e6:.0f} MB. Leave it out, or name its media as files."
+    return f"the row has more than {most / 1e6:.0f} MB. Remove the row, or name its media as files."
 
 
 def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
-    """Returns the error for a row or a file without a key; ``present`` is the row, or has the file's columns."""
+    """Returns the error for a row or a file without a key.
+
+    ``present`` has the keys of the row or the columns of the file.
+    """
     inner = [
         f"{name}.{inner_key}" for name, value in present.items() if isinstance(value, Mapping) for inner_key in value
     ]
@@ -462,7 +465,7 @@ def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
         csv = " Its columns are not separated by commas; no other separator is read."
     return (
         f"{where}: no key {key!r}; its keys are {', '.join(sorted([*present, *inner]))}. "
-        f"Set data.prompt_key and data.answer_key to yours.{csv}"
+        f"Set data.prompt_key and data.answer_key to the keys of your data.{csv}"
     )
 
 

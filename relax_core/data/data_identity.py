@@ -1,4 +1,4 @@
-"""Computes a digest of the training data's content, so that a resume can check that the data is the same.
+"""Computes a digest of the training data's content. A resumed run compares digests to check that the data is the same.
 
 The digest does not depend on the paths and names of the files.
 """
@@ -16,18 +16,17 @@ from relax_core.contracts.untrusted_files import open_regular
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin, open_plugin_rows
 
-WHOLE_BYTES = 256 << 20  # up to this size, a file is read as a whole; of a larger file, blocks of this total are read
+WHOLE_BYTES = 256 << 20  # a larger file is read only in blocks of this total size
 BLOCK_BYTES = 1 << 20
-SETTLED_S = 0.1  # if a file was written this long ago, its next change has another modification time
+SETTLED_S = 0.1  # if a file's last write is older than this, its next change gets a different modification time
 _known: dict[tuple[str, int, int, int], str] = {}
 
 
 def data_digest(config: DataConfig) -> str:
     """Returns the xxh3-128, in hex, of the training data's content.
 
-    It covers the training files in order, their weights and the held-out file, or a plug-in's rows
-    (`PluginRows.digest`). It is empty for a generated task. For a file above `WHOLE_BYTES`, blocks spread evenly over
-    it represent the whole. A file that has not changed is not read again in this process. Raises ValueError as
+    The digest covers the training files in order, their weights and the held-out file, or a plug-in's rows
+    (`PluginRows.digest`). It is empty for a generated task. Files are hashed as in `file_digest`. Raises ValueError as
     `data_parts` and `open_plugin_rows` do, and OSError for a file that cannot be read.
     """
     if config.task is not None:
@@ -49,8 +48,8 @@ def data_digest(config: DataConfig) -> str:
 def file_digest(path: Path) -> str:
     """Returns the xxh3-128, in hex, of a file's size and bytes.
 
-    For a file above `WHOLE_BYTES`, blocks spread evenly over it represent the whole. A file that has not changed is not
-    read again in this process.
+    For a file above `WHOLE_BYTES`, only evenly spaced blocks of the file are hashed. A file that has not changed is
+    read only once in this process.
     """
     stat = path.stat()
     key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)

@@ -1,4 +1,4 @@
-"""The evaluation sets (held-out rows, or files by name), and confidence intervals of shares."""
+"""Opens the evaluation sets (held-out rows, or named files), and computes confidence intervals of shares."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from relax_core.data.data_files import RowFile
 from relax_core.data.sources import make_source, read_eval_set, rows_of, unsplit_rows
 
 Z_95 = 1.959964  # the normal quantile of a two-sided interval of 95 %
-Z_SURE = 4.0  # the normal quantile of an error probability of one in thirty thousand
-NAMED_ROWS = 5  # the number of bad rows that a report names; so few do not end a run
+Z_SURE = 4.0  # the normal quantile for an error probability of 1/30,000
+NAMED_ROWS = 5  # the number of bad rows that a report names; this number of bad rows does not end a run
 
 
 def wilson(share: float, count: float, *, z: float = Z_95) -> tuple[float, float]:
-    """Returns the confidence interval of a share that was observed in ``count`` (more than 0) independent cases.
+    """Returns the confidence interval of a share that was observed in ``count`` independent cases (at least 1).
 
     Source: Wilson, Probable inference, the law of succession, and statistical inference (JASA 22, 1927), without
-    continuity correction. The interval never leaves 0..1 and always has a width, even if all cases were alike.
+    continuity correction. The interval is always within 0..1, and its width is above 0 even if all cases were equal.
     """
     scale = 1.0 + z * z / count
     middle = (share + z * z / (2.0 * count)) / scale
@@ -29,35 +29,37 @@ def wilson(share: float, count: float, *, z: float = Z_95) -> tuple[float, float
 
 
 def too_many_bad(bad: int, checked: int, *, rows: int, most: float) -> bool:
-    """Returns whether more than the share ``most`` of all ``rows`` is bad, given ``bad`` of ``checked`` rows.
+    """Returns whether more than the share ``most`` of all ``rows`` is bad. So far ``bad`` of ``checked`` rows are bad.
 
-    If all rows were checked, the share itself decides. Otherwise a few bad rows may be chance: the result is True only
-    for more than `NAMED_ROWS` bad rows and a share that is significantly above ``most`` (`Z_SURE`).
+    If all rows were checked, the result depends only on the share of bad rows. Otherwise a few bad rows may be chance,
+    and the result is True only for more than `NAMED_ROWS` bad rows and a share that is significantly above ``most``
+    (`Z_SURE`).
     """
     if checked >= rows or most == 0.0:
         return bad > most * rows
     return bad > NAMED_ROWS and wilson(bad / checked, checked, z=Z_SURE)[0] > most
 
 
-_FIGURES = ("exact", "reward")  # names that would clash with the names of an evaluation's metrics
+_FIGURES = ("exact", "reward")  # names that would collide with the names of an evaluation's metrics
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def held_out_count(config: RelaxConfig) -> int:
-    """Returns how many held-out rows of the training data an evaluation uses; 0 if none of its sets has them."""
+    """Returns how many held-out rows of the training data an evaluation uses; 0 if all its sets are files."""
     return config.eval.rows if config.eval.every and asks_held_out(config) else 0
 
 
 def asks_held_out(config: RelaxConfig) -> bool:
-    """Returns whether one of the sets is the held-out rows of the training data."""
+    """Returns whether the evaluation sets include the held-out rows of the training data."""
     return not config.eval.sets or None in config.eval.sets.values()
 
 
 def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]:
     """Returns the sets in the order of ``eval.sets``, each with at most ``eval.rows`` data rows.
 
-    Without names, the held-out rows are the only set. ``source`` may be None if no set is its held-out rows. Raises
-    ValueError (key, value, fix) for a file that cannot be used, and as `check_bad_rows` does.
+    Without names in ``eval.sets``, the held-out rows are the only set. ``source`` provides the held-out rows; it may be
+    None if all sets are files. Raises ValueError (key, value, fix) for a file that cannot be used, and as
+    `check_bad_rows` does.
     """
     return _all_sets(config, None if source is None else source.held_out())
 
@@ -87,7 +89,7 @@ def _all_sets(config: RelaxConfig, held_out: EvalSet | None) -> list[EvalSet]:
 def check_bad_rows(name: str, usable: int, bad: Sequence[BadRow], *, most: float) -> None:
     """Raises ValueError if all rows of an evaluation set, or more than the share ``most`` of them, cannot be used.
 
-    The remaining rows would be a different evaluation set.
+    The usable rows alone would be a different evaluation set.
     """
     rows = usable + len(bad)
     if bad and (not usable or too_many_bad(len(bad), rows, rows=rows, most=most)):
@@ -110,7 +112,7 @@ def _first_rows(name: str, rows: RowFile, most: int) -> EvalSet:
 
 
 def name_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a problem for each name that cannot be part of a metric's name."""
+    """Yields a problem for each evaluation set with a name that cannot be part of a metric's name."""
     for name in config.eval.sets:
         if not _NAME.fullmatch(name) or name in _FIGURES:
             yield f"eval.sets: {name!r} is no name for a set. Use another, of letters, digits and . _ - alone."

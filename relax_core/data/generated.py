@@ -1,7 +1,7 @@
 """Generated tasks: every example is a pure function of (task, split, seed, index), so the data cursor is one integer.
 
-The held-out split is chosen by content: a prompt whose checksum falls into one of sixteen slots is always held out. So
-no training row can equal an evaluation row, whatever the seed.
+A prompt's content determines whether the prompt is held out: its checksum selects one of sixteen slots, and the prompts
+of one fixed slot are held out. So with any seed, training rows and evaluation rows are different.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC, SUMS = "reverse_digits", "arithmetic", "sums"  # the tasks, as data.task names them
 REVERSED_DIGITS = 5
-_EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
+_EVAL_SEED = 0  # all run seeds have the same evaluation rows, so two runs can be compared
 _HELD_OUT_SLOTS = 16
-MAX_SEEDS = 1 << 20  # rows for each run seed; another run seed has other rows
-_FIRST_HELD_OUT_SEED = 9 * 10**15  # above the training rows of every run seed
+MAX_SEEDS = 1 << 20  # rows for each run seed; different run seeds have different rows
+_FIRST_HELD_OUT_SEED = 9 * 10**15  # beyond the training rows of all run seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """Holds a prompt and its reference answer as plain text.
 
-    ``sources`` are the media before the prompt. ``part`` names the part of a task that has several. ``seed`` is the
-    number of a row of the task `SEEDS`, which has no other content.
+    ``sources`` are the media before the prompt. ``part`` names the part of a task with several parts. ``seed`` is the
+    number of a row of the task `SEEDS`; such a row has no further content.
     """
 
     prompt: str
@@ -61,7 +61,7 @@ _THINGS = ("apples", "books", "cards", "coins", "eggs", "pens")
 
 
 def _arithmetic(rng: random.Random) -> Example:
-    """Returns a word problem with one operation on small numbers. The answer lies in 0..25."""
+    """Returns a word problem with one operation on small numbers. The answer is in 0..25."""
     name, goods = rng.choice(_NAMES), rng.choice(_THINGS)
     kind = rng.choice(("gain", "loss", "groups"))
     if kind == "gain":
@@ -92,7 +92,7 @@ _ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count 
 LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SUMS: 44, SEEDS: 21}  # characters
 LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
 MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MAX_ROWS)  # maximum media rows of a prompt
-# Files of each split, which examples draw at random.
+# Number of files in each split; an example draws its files at random.
 MEDIA_FILES = {name: FILES if name.startswith(SEE) else _ALL_FILES for name in MEDIA_TASKS}
 
 
@@ -115,7 +115,10 @@ def check_task(task: str | None) -> None:
 
 
 def example(task: str, *, split: Split, seed: int, index: int) -> Example:
-    """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
+    """Returns example ``index`` of a split.
+
+    Every process gets the same example. The eval split does not depend on ``seed``.
+    """
     check_task(task)
     if task == SEEDS:
         number = index + (seed * MAX_SEEDS if split == "train" else _FIRST_HELD_OUT_SEED)

@@ -1,9 +1,10 @@
 """The generated multimodal tasks "see", "four_modalities" and "tone_of_picture", and the cache folders of their files.
 
-"see" asks for the colour of a picture (PNG) or the direction of motion in a video (MP4), or gives a word to copy.
-"four_modalities" asks for the pitch of a tone (WAV), too. The parts alternate, and so do the four answers of each.
-"tone_of_picture" shows a picture and a tone and asks whether they match: the first colour matches the first tone, and
-so on. In a control task ("…_exchanged"), the files of some kinds are random, so they carry no information.
+"see" has three parts: it asks for the colour of a picture (PNG), asks for the direction of motion in a video (MP4), or
+gives a word to copy. "four_modalities" has a fourth part, which asks for the pitch of a tone (WAV). The parts
+alternate, and so do the four answers of each part. "tone_of_picture" shows a picture and a tone and asks whether they
+match: the first colour matches the first tone, and so on. In a control task ("…_exchanged"), files of some kinds are
+random, so these files carry no information.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def cache_folder() -> Path:
 
 
 def made_folder(name: str, make: Callable[[Path], None], *, what: str) -> Path:
-    """Returns the folder ``name``, which ``make`` fills if it does not exist; ``what`` names its content in errors.
+    """Returns the folder ``name``. If it does not exist, ``make`` creates its files; ``what`` names them in errors.
 
-    The files are written to a temporary folder that is then renamed, so that no process reads an incomplete folder.
+    The files are written to a temporary folder, which is then renamed. So no process reads an incomplete folder.
     """
     root = cache_folder()
     folder = root / name
@@ -63,17 +64,17 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # steps in x and y
 WORDS = ("north", "south", "east", "west")
 ANSWERS = {COLOUR: tuple(COLOURS), DIRECTION: tuple(DIRECTIONS), WORD: WORDS}
-VARIANTS = {"train": 24, "eval": 12}  # files of each answer
+VARIANTS = {"train": 24, "eval": 12}  # number of files for each answer
 FILES = {split: count * (len(COLOURS) + len(DIRECTIONS)) for split, count in VARIANTS.items()}
-SIDES = (32, 64)  # the least and the largest width and height of a picture in pixels
-VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; lengths in pixels
+SIDES = (32, 64)  # smallest and largest width and height of a picture in pixels
+VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; VIDEO_SIDE, SQUARE and STEP in pixels
 QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}
-MAX_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
-_VISION_TASK_VERSION = 1  # to be raised when the files below change
+MAX_ROWS = 160  # most rows of one picture or video of this task, for the built-in models
+_VISION_TASK_VERSION = 1  # increase this when the files below change
 
 
 class VisionExample(NamedTuple):
-    """Holds one example of the task "see"; ``source`` is None for a word to copy."""
+    """Holds one example of the task "see"; ``source`` is None in the part with a word to copy."""
 
     part: str
     prompt: str
@@ -82,7 +83,7 @@ class VisionExample(NamedTuple):
 
 
 def vision_example(*, split: str, rng: random.Random, index: int, exchange: bool) -> VisionExample:
-    """Returns example ``index`` of a split. With ``exchange`` its media show a random answer."""
+    """Returns example ``index`` of a split. With ``exchange`` the example's media show a random answer."""
     part, turn = PARTS[index % len(PARTS)], index // len(PARTS) % 4
     if part == WORD:
         return VisionExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
@@ -93,14 +94,14 @@ def vision_example(*, split: str, rng: random.Random, index: int, exchange: bool
 
 
 def vision_source(split: str, part: str, answer: str, variant: int) -> MediaSource:
-    """Returns the picture or the video that shows an answer; all files are made on first use."""
+    """Returns the picture or the video that shows an answer; the first call makes all files."""
     kind: MediaKind = "image" if part == COLOUR else "video"
     return MediaSource(kind=kind, path=str(_vision_file(files_folder(), split, part, answer, variant)))
 
 
 @cache
 def files_folder() -> Path:
-    """Returns the folder of the pictures and videos, which are made on first use in about a second.
+    """Returns the folder of the pictures and videos; the first call makes them in about a second.
 
     Raises ValueError if Pillow or PyAV is not installed.
     """
@@ -138,7 +139,7 @@ def _ground(rng: random.Random, height: int, width: int) -> Any:
 
 
 def _write_picture(file: Path, rng: random.Random, colour: tuple[int, int, int]) -> None:
-    """Writes a picture of random size: a block of the colour at a random place on a dark ground."""
+    """Writes a picture of random size: a block of the colour at a random position on a dark background."""
     from PIL import Image
 
     height, width = (rng.randint(*SIDES) for _ in range(2))
@@ -168,15 +169,15 @@ def _write_video(file: Path, rng: random.Random, step: tuple[int, int]) -> None:
 
 TONES = {"low": 300.0, "mid": 700.0, "high": 1500.0, "top": 3000.0}  # hertz
 TONE_VARIANTS = {"train": 24, "eval": 12}  # files of each tone
-SECONDS = (0.3, 0.8)  # the least and the largest length
+SECONDS = (0.3, 0.8)  # smallest and largest length
 _RATES = (8_000, 16_000, 44_100)
 _PITCH = 0.06  # largest relative deviation of a tone's pitch
 _NOISE = 0.02  # amplitude as a share of full scale
-_TONE_VERSION = 1  # to be raised when the files below change
+_TONE_VERSION = 1  # increase this when the files below change
 
 
 def tone_source(split: str, tone: str, variant: int) -> MediaSource:
-    """Returns the file of a tone; all files are made on first use."""
+    """Returns the file of a tone; the first call makes all files."""
     return MediaSource(kind="audio", path=str(_tone_file(_tone_folder(), split, tone, variant)))
 
 
@@ -247,7 +248,10 @@ def _match_example(task: MediaTask, *, split: str, rng: random.Random, index: in
 
 
 def _source(task: MediaTask, part: str, turn: int, *, split: str, rng: random.Random) -> MediaSource:
-    """Returns a file that shows answer ``turn`` of a part, or a random answer if the task exchanges the part's kind."""
+    """Returns a file that shows answer ``turn`` of a part.
+
+    If the task exchanges the part's kind, the answer is random.
+    """
     kind = {COLOUR: "image", DIRECTION: "video", TONE: "audio"}[part]
     shown = MODALITY_ANSWERS[part][rng.randrange(4) if kind in task.exchanged else turn]
     if part == TONE:

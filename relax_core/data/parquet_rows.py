@@ -1,8 +1,8 @@
 """Reads the data rows of a Parquet file by number, within memory limits.
 
-A file of a few kilobytes may hold gigabytes: repeated values are stored once, and pages are compressed. So the sizes in
-the file's metadata are checked first, repeated texts of a row group are also stored once in memory, and the memory of
-each group and the size of each row are limited, whatever the metadata says.
+A file of a few kilobytes may contain gigabytes of values, because repeated values are stored once and pages are
+compressed. Therefore the sizes in the file's metadata are checked first. Repeated texts of a row group are also stored
+once in memory. The memory of each row group and the size of each row are limited even if the metadata is wrong.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from relax_core.data.row_formats import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
 TEXT_GROUP_BYTES = 2 << 30  # limit of a row group without media columns
-_NUMBER_BYTES = 32  # memory of a number in a row, as a Python object
-_VALUE_BYTES = 8  # least memory of a column's value
-_MIN_GROUP_BYTES = 64 << 20  # always allowed in memory; the buffers of a small group are larger than the group
+_NUMBER_BYTES = 32  # memory of a number in a row as a Python object
+_VALUE_BYTES = 8  # smallest memory of a column's value
+_MIN_GROUP_BYTES = 64 << 20  # always allowed, because the buffers of a small group are larger than the group
 _TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, pyarrow.LargeStringArray)
 _BATCH_ROWS = 256  # rows that are read between two checks of the memory
 
@@ -43,8 +43,8 @@ _BATCH_ROWS = 256  # rows that are read between two checks of the memory
 class ParquetRows:
     """Holds the data rows of a Parquet file.
 
-    A row group is read when one of its rows is read; only the newest stays in memory. Raises ValueError for a file that
-    is malformed, lacks a column or has row groups that are too large.
+    A row group is read when one of its rows is read; only the last read row group stays in memory. Raises ValueError
+    for a file that is malformed, lacks a column or has row groups that are too large.
     """
 
     def __init__(self, path: Path, keys: RowKeys) -> None:
@@ -113,14 +113,14 @@ class ParquetRows:
         return key if key in self._file.schema_arrow.names else key.partition(".")[0]
 
     def _label_bits(self) -> int:
-        """Returns the size of the label's floats in bits."""
+        """Returns the size in bits of the floats in the answer column."""
         kind, key = self._file.schema_arrow.field(self._column(self._keys.answer)).type, self._keys.answer
         for part in key.split(".")[1:] if self._column(key) != key else ():
             kind = kind.field(part).type if pyarrow.types.is_struct(kind) else kind.value_type
         return int(kind.bit_width)
 
     def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
-        """Returns a row group, or the reason if it cannot be read."""
+        """Returns a row group, or the reason why it cannot be read."""
         before, batches = pyarrow.total_allocated_bytes(), []
         most = max(2 * self._most, _MIN_GROUP_BYTES)
         try:
@@ -150,7 +150,7 @@ class ParquetRows:
 
 
 def _decoded_bytes(array: Any) -> int:
-    """Returns the approximate bytes of an Arrow array's values as Python objects; repeated values count each time."""
+    """Returns the approximate bytes of an Arrow array's values as Python objects, repeated values included."""
     if isinstance(array, pyarrow.ChunkedArray):
         return sum(_decoded_bytes(chunk) for chunk in array.chunks)
     kind = array.type
@@ -170,14 +170,14 @@ def _decoded_bytes(array: Any) -> int:
 
 
 def _group_bytes(group: Any) -> int:
-    """Returns how many bytes a row group has in memory by its metadata; repeated texts count once."""
+    """Returns the bytes of a row group in memory according to its metadata; repeated texts count once."""
     columns = [group.column(number) for number in range(group.num_columns)]
     values = sum(max(column.total_uncompressed_size, column.num_values * _VALUE_BYTES) for column in columns)
     return max(int(values), int(group.total_byte_size), int(group.num_rows))
 
 
 def _check_row_groups(path: Path, metadata: Any, max_bytes: int) -> None:
-    """Raises ValueError for a row group that is too large: to read one row, the whole group is read."""
+    """Raises ValueError for a row group that is too large; to read one row, Relax reads the whole row group."""
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     size, rows = max(((_group_bytes(group), group.num_rows) for group in groups), default=(0, 0))
     if size <= max_bytes or (rows == 1 and size <= TEXT_GROUP_BYTES):

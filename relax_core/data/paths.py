@@ -1,4 +1,4 @@
-"""Resolves the configured training files and their shares."""
+"""Resolves the configured training files and their weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Files that share one weight.
+    """Holds files with a common weight.
 
-    ``weight`` is their share of the prompts relative to the other parts' weights; None if each epoch has every row of
-    every file once.
+    The files' share of the prompts is ``weight`` divided by the sum of all weights. If ``weight`` is None, each epoch
+    contains every row of every file once.
     """
 
     files: tuple[Path, ...]
@@ -30,10 +30,10 @@ class FilePart:
 
 
 def data_parts(config: DataConfig) -> list[FilePart]:
-    """Returns the files of ``data.path`` or ``data.paths`` in the order in which their rows are numbered.
+    """Returns the files of ``data.path`` or ``data.paths`` in the order of their row numbers.
 
     Wildcards and folders are resolved. A list is one part; in a mapping each entry is a part. Raises ValueError (key,
-    value, fix) for an entry that names no file, and for a file that is named twice, links included.
+    value, fix) for an entry that names no file, and for a file that is named twice, also through a link.
     """
     assert config.task is None
     paths, key = config.paths, "data.path" if config.path is not None else "data.paths"
@@ -56,7 +56,7 @@ def data_parts(config: DataConfig) -> list[FilePart]:
 
 
 def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
-    """Returns one file, the files that match a pattern with * ? [, or a folder's data files, in alphabetical order.
+    """Returns a file, the files that match a pattern with * ? [, or a folder's data files, in alphabetical order.
 
     Raises ValueError (key, value, fix) for a pattern that matches no file, for a folder without data files, and for a
     folder with files of several kinds or splits.
@@ -74,7 +74,7 @@ def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
 
 
 def _folder_files(folder: Path, key: str) -> tuple[Path, ...]:
-    """Returns the data files in a folder, which are of one kind and of one split."""
+    """Returns the data files in a folder; all must have the same kind and the same split."""
     inside = sorted(folder.iterdir())
     files = [
         path for path in inside if path.suffix in READERS and path.name not in _NO_ROWS and path.name[0] not in "._"

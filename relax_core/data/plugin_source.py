@@ -1,4 +1,4 @@
-"""Opens the data rows of a plug-in, which ``data.name`` names and ``data.config`` configures."""
+"""Opens the data rows of the plug-in that ``data.name`` names and ``data.config`` configures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from relax_core.data.data_files import RowKeys, check_row
 from relax_core.data.row_media import MediaColumns
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_error_text
 
-DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that represent its content
+DIGESTED_ROWS = 4096  # number of evenly spread rows that are hashed for the digest of a source
 _newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at most one
 
 
 def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
-    """Returns the keys of a row; relative paths begin at ``data.media_root``, or else in the data file's ``folder``."""
+    """Returns the keys of a row.
+
+    Relative paths begin at ``data.media_root``; without it, in ``folder`` of the data file.
+    """
     root = Path(config.media_root) if config.media_root is not None else folder or Path()
     return RowKeys(
         prompt=config.prompt_key,
@@ -34,14 +37,14 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
 
 
 def names_plugin(config: DataConfig) -> bool:
-    """Returns whether ``data.name`` is a file or an installed package's source, and not only the name of an option."""
+    """Returns whether ``data.name`` names a plug-in (a file or an installed package), not only an option of `data`."""
     return is_file_plugin(config.name) or config.name in names("data")
 
 
 def source_config(config: DataConfig) -> Any:
     """Returns the plug-in's configuration.
 
-    Raises ValueError for an unknown plug-in, and for a value that it refuses.
+    Raises ValueError for an unknown plug-in, and for a value that the plug-in refuses.
     """
     found = plugin_config("data", config.name, config.config, section="data.config")
     find_data_source(config.name).check(found)
@@ -49,7 +52,7 @@ def source_config(config: DataConfig) -> Any:
 
 
 def is_configured(config: DataConfig) -> bool:
-    """Returns whether the plug-in exists and accepts its configuration; else the checks of config/ report why."""
+    """Returns whether the plug-in exists and accepts its configuration. If not, the checks of config/ report why."""
     try:
         source_config(config)
     except ValueError:
@@ -65,7 +68,7 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
         try:
             source = find_data_source(config.name).open(found)
             len(source)  # an invalid length raises here
-        except Exception as error:  # any exception of foreign code is reported
+        except Exception as error:  # any exception of plug-in code is reported
             raise ValueError(f"data.name={config.name}: it does not open: {plugin_error_text(error)}") from error
         _newest.clear()
         _newest[key] = source
@@ -73,7 +76,10 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
 
 
 class PluginRows:
-    """Holds a plug-in's rows by number, checked like a file's rows, with "prompt" and "answer" as keys."""
+    """Holds a plug-in's rows by number.
+
+    Rows are checked like a file's rows, and have the keys "prompt" and "answer".
+    """
 
     def __init__(self, source: BaseDataSource, config: DataConfig) -> None:
         self._source, self._config = source, config
@@ -82,17 +88,17 @@ class PluginRows:
         return len(self._source)
 
     def where(self, number: int) -> str:
-        """Returns the origin of a row: the plug-in's name and the place that it names."""
+        """Returns the origin of a row: the plug-in's name, and the origin that the plug-in returns for the row."""
         return f"{self._config.name}, {self._source.where(number)}"
 
     def __getitem__(self, number: int) -> DataRow:
-        """Raises `BadRow` for a row that cannot be used, with the plug-in's own message if it raised."""
+        """Raises `BadRow` for an unusable row; if the plug-in raised, `BadRow` has the plug-in's message."""
         where = self.where(number)
         try:
             row = self._source[number]
         except BadRow:
             raise
-        except Exception as error:  # any exception of foreign code makes this one row a bad one
+        except Exception as error:  # any exception of plug-in code makes this row a bad row
             raise BadRow.because("source", f"{where}: {plugin_error_text(error)}") from error
         return self._checked(row, where)
 
@@ -104,7 +110,7 @@ class PluginRows:
             return modality_of_row(bad)
 
     def held_out(self) -> HeldOutRows | None:
-        """Returns the source's own evaluation rows, or None if it has none."""
+        """Returns the evaluation rows that the plug-in defines, or None if it defines no evaluation rows."""
         rows = self._source.held_out()
         if rows is None:
             return None
@@ -113,7 +119,7 @@ class PluginRows:
         )
 
     def digest(self) -> str:
-        """Returns the xxh3-128, in hex, of the number of rows, of up to `DIGESTED_ROWS` rows and of evaluation rows.
+        """Returns the xxh3-128, in hex, of the number of rows, up to `DIGESTED_ROWS` rows and the evaluation rows.
 
         Raises ValueError for a row with a value that cannot be encoded.
         """
@@ -132,7 +138,7 @@ class PluginRows:
 
 
 class HeldOutRows:
-    """Holds a source's own evaluation rows by number, checked when they are read."""
+    """Holds the evaluation rows that a plug-in defines, by number. Each row is checked when it is read."""
 
     def __init__(self, rows: list[tuple[str, DataRow]], of: PluginRows) -> None:
         self._rows, self._of = rows, of

@@ -1,4 +1,4 @@
-"""Converts the formats of a data row: chat messages with ShareGPT's keys or as JSON text, and labels as text."""
+"""Converts formats in data rows: chat messages with ShareGPT's keys or as JSON text, and reference answers (labels)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROLE_KEY = re.compile(r"""['"](?:role|from)['"]\s*:""")
 
 
 class MessagesOfText(list[Any]):
-    """A list of messages that the file has as JSON text."""
+    """Marks a list of messages that is JSON text in the file."""
 
 
 def messages_of(prompt: Any) -> Any:
-    """Returns a prompt whose messages have role and content, converted from the keys from and value, or from JSON text.
+    """Converts JSON text, or messages with the keys "from" and "value", to messages with "role" and "content".
 
-    Any other prompt is returned unchanged. For text that begins like messages but is not JSON, and for an unknown
-    "from", it returns a ValueError.
+    Returns any other prompt unchanged. Returns (does not raise) a ValueError for text that begins like messages but is
+    not JSON, and for an unknown "from".
     """
     if isinstance(prompt, str) and _FIRST_KEY.match(prompt) and _ROLE_KEY.search(prompt):
         try:
@@ -48,24 +48,25 @@ def messages_of(prompt: Any) -> Any:
     ]
 
 
-_MAX_EXPONENT = 400  # above the exponent of any float; numbers below 1e-400 count as 0
-# Floats, including NaN, as programs write them into text files; integers and texts such as 1.50 stay unchanged.
+_MAX_EXPONENT = 400  # above the exponent of any float; a number below 1e-400 becomes 0
+# Matches floats, including NaN, as programs write them into text files. It does not match integers and texts such as
+# 1.50, which stay unchanged.
 FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII)
 
 
 @dataclass(frozen=True)
 class WrittenNumber:
-    """Holds a number and its text in a file, such as 1e-05; its column keeps ``value``."""
+    """Holds a number from a file with its text, such as 1e-05; the row's column keeps ``value``."""
 
     value: float | str
     text: str
 
 
 def value_at(row: Any, key: str, *, missing: Any = None) -> Any:
-    """Returns the value of a column or of a dotted key, such as reward_model.ground_truth; else ``missing``.
+    """Returns the value of a column or of a dotted key such as reward_model.ground_truth; without it, ``missing``.
 
-    A column with exactly this name comes first. A part that is a number is an index in a list, from the end if it is
-    negative: conversations.-1.value.
+    If a column has exactly this name, its value is returned. A part that is a number is an index in a list; a negative
+    number counts from the end, as in conversations.-1.value.
     """
     if isinstance(row, Mapping) and key in row:
         return row[key]
@@ -89,19 +90,20 @@ def written_number(content: bytes | str, key: str) -> Any:
 def label_text(label: Any, *, may_be_empty: bool = False) -> str:
     """Returns a label as text.
 
-    A number has decimal notation: 0.00001 for 1e-05. A whole number has no point: 72 for 72.0. Raises ValueError, with
-    a text that continues after the label, for empty text and for values that are neither text nor a finite number.
+    A number has decimal notation: 0.00001 for 1e-05. A whole number has no point: 72 for 72.0. Raises ValueError for
+    empty text, and for values that are neither text nor a finite number; the error's text is the second part of a
+    sentence that begins with the label.
     """
     if isinstance(label, str):
         if not (label.strip() or may_be_empty):
-            raise ValueError("is empty. Write the answer; where the reward reads none, write any word.")
+            raise ValueError("is empty. Write the answer; if the reward does not read it, write any word.")
         return label
     if isinstance(label, bool) or not isinstance(label, int | float | Decimal | WrittenNumber):
         raise ValueError(f"is neither text nor a number.{_inner_key(label)}")
     if isinstance(label, int):
         try:
             return str(label)
-        except ValueError:  # an integer of thousands of digits
+        except ValueError:  # an integer with thousands of digits
             raise ValueError("has too many digits.") from None
     number = label if isinstance(label, Decimal) else Decimal(_literal(label))
     if not number.is_finite() or number.adjusted() > _MAX_EXPONENT:
@@ -114,7 +116,7 @@ def label_text(label: Any, *, may_be_empty: bool = False) -> str:
 
 
 def _inner_key(label: Any) -> str:
-    """Returns how to name the text inside a label that is a list of messages or a mapping; "" for other labels."""
+    """Returns the key of the text inside a label that is a list of messages or a mapping; "" for any other label."""
     if isinstance(label, list) and label and isinstance(label[-1], Mapping):
         inner = next((f"-1.{name}" for name in ("content", "value") if isinstance(label[-1].get(name), str)), None)
     else:

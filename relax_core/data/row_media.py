@@ -1,7 +1,7 @@
-"""Finds the images, videos and sounds of a data row: in columns with placeholders in the prompt, or in content parts.
+"""Finds the images, videos and sounds of a data row, in content parts or in columns that placeholders refer to.
 
-The result is a conversation with a `MediaSource` in each media part (`relax_core.contracts.env.ContentPart`). Files
-are neither opened nor checked here. `unread_media` finds media that no key of the configuration names.
+The result is a conversation with a `MediaSource` in each media part (`relax_core.contracts.env.ContentPart`). This
+module neither opens nor checks the files. `unread_media` finds media that no key of the configuration names.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _DATA_URI = re.compile(r"data:[^,]*,", re.IGNORECASE)
 _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
 _PLAIN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}=*\s*")
-_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # keys of a content part's source, besides its type's name
-_SETTINGS = ("detail", "text", "cache_control")  # keys of a content part that never hold a source
-_MAX_PATH = 4096  # characters, as Linux allows
+_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # further keys of a content part's source; its type is the first
+_SETTINGS = ("detail", "text", "cache_control")  # keys of a content part that never contain a source
+_MAX_PATH = 4096  # in characters, the limit of Linux
 _SUFFIXES: dict[str, MediaKind] = {
     **dict.fromkeys(("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff"), "image"),
     **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi"), "video"),
@@ -56,7 +56,7 @@ _NAME = re.compile(rf"(?:^|[\W_\d])({'|'.join(_NAMES)})s?(?=$|[\W_\d])", re.IGNO
 class MediaColumns:
     """Names the columns with media by kind; relative paths begin at ``root``.
 
-    ``place`` says where media go if the prompt has no placeholder for their kind; None refuses such a row.
+    ``place`` says where to put media if the prompt has no placeholder for their kind; with None such a row is refused.
     """
 
     columns: Mapping[MediaKind, str] = field(default_factory=dict)
@@ -70,8 +70,8 @@ TEXT_ONLY = MediaColumns()
 def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str, prompt_key: str) -> dict[str, Any]:
     """Returns a data row with `MediaSource`s in its media columns and in its prompt's content parts.
 
-    Text rows stay unchanged. Raises `MediaError` if the prompt's placeholders and the columns' items differ in number,
-    and `BadRow` for unknown content parts.
+    A row without media is returned unchanged. Raises `MediaError` if the number of placeholders in the prompt differs
+    from the number of items in the columns, and `BadRow` for unknown content parts.
     """
     found = _Sources(media, where, columns=row)
     columns: dict[str, Any] = {}
@@ -92,9 +92,9 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
 
 
 def prompt_modality(prompt: Any, media: MediaColumns) -> str:
-    """Returns the modality of a data row, from its prompt alone: its media placeholders and its content parts.
+    """Returns the modality of a data row, only from the media placeholders and content parts of its prompt.
 
-    A prompt that is neither text nor a list of messages counts as text.
+    Returns "text" for a prompt that is neither text nor a list of messages.
     """
     messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     kinds: set[MediaKind] = set()
@@ -109,7 +109,10 @@ def prompt_modality(prompt: Any, media: MediaColumns) -> str:
 
 
 class _Sources:
-    """Holds the items of a row's columns that no placeholder has used yet; the next item is the last of its list."""
+    """Holds the items of a row's columns that no placeholder has used yet.
+
+    Lists are reversed: the next item is the last.
+    """
 
     def __init__(self, media: MediaColumns, where: str, *, columns: Collection[str]) -> None:
         self._media, self._where, self._columns = media, where, columns
@@ -148,7 +151,7 @@ class _Sources:
             )
             raise MediaError(kind, "unknown_format", message)
         if _SCHEME.match(value):
-            return MediaSource(kind=kind, path=value)  # `open_source` refuses it and names it
+            return MediaSource(kind=kind, path=value)  # `open_source` refuses this path later and names it
         return MediaSource(kind=kind, path=str(self._media.root / value))
 
     def _of_uri(self, uri: str, kind: MediaKind) -> bytes:
@@ -198,7 +201,7 @@ class _Sources:
         return {"type": kind, kind: self._next(kind) if value is None else self.source(value, kind)}
 
     def _part_value(self, part: Mapping[str, Any], name: str, kind: MediaKind) -> Any:
-        """Returns the source of a content part, from its type's key or a key of `_SOURCE_KEYS`; None if it has none."""
+        """Returns the source of a content part, from the key of its type or of `_SOURCE_KEYS`; None without source."""
         given = {key: part[key] for key in (name, *_SOURCE_KEYS) if part.get(key) is not None}
         if given.keys() == {"path", "bytes"}:
             return given["bytes"]
@@ -222,7 +225,7 @@ class _Sources:
         return self.waiting[kind].pop()
 
     def placed_first(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Adds the items of each kind without a placeholder to the start of the first user message."""
+        """Adds the items of all kinds without placeholders to the start of the first user message."""
         first = [
             {"type": kind, kind: self._next(kind)}
             for kind in MEDIA_KINDS
@@ -247,7 +250,7 @@ class _Sources:
 
     def _count_error(self, kind: MediaKind) -> MediaError:
         column = self._media.columns.get(kind)
-        has = "no column of them is named" if column is None else f"column {column} has another number of items"
+        has = "no column is configured" if column is None else f"column {column} has another number of items"
         if column is not None and column not in self._columns:
             has = f"the row has no column {column}, only {', '.join(sorted(self._columns))}"
         message = (
@@ -260,11 +263,11 @@ class _Sources:
 
 
 def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind, tuple[str | None, bool]]:
-    """Returns the kinds of media in a row from `row_with_sources` that no key of ``media`` names.
+    """Returns the kinds of media in a row (from `row_with_sources`) for which ``media`` has no column.
 
-    Each kind has its column, None if only the prompt shows it, and whether the prompt has a placeholder for it. A
-    placeholder without a column counts only at the beginning or the end of a message, where data sets write it, because
-    a text may be about the tag <video>.
+    Maps each kind to its column (None if only the prompt shows this kind), and to whether the prompt has a placeholder
+    for this kind. A placeholder without a column counts only at the beginning or the end of a message, where data sets
+    write placeholders; elsewhere a text may be about the tag <video>.
     """
     contents: list[Any] = (
         [row["prompt"]] if isinstance(row["prompt"], str) else [message["content"] for message in row["prompt"]]
@@ -294,8 +297,8 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
 def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
     """Returns the kind of media in a column of a row, None for another column.
 
-    The content decides; for a path, its suffix decides if the column has the name of a kind. Unless ``sure``, such a
-    name is enough.
+    The content of the column determines the kind. For a path, the suffix determines the kind, if the column also has
+    the name of a kind, such as "image". If ``sure`` is False, such a column name is sufficient.
     """
     if isinstance(value, list):
         value = next((element for element in value if element is not None), None)
@@ -322,7 +325,7 @@ def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
 
 
 def _is_base64(text: str) -> bool:
-    """Returns whether a text is the base64 of a file of a known format, without the prefix of a data: URI."""
+    """Returns whether a text is a file of a known format in base64, without the prefix of a data: URI."""
     if len(text) < 64 or _PLAIN_BASE64.fullmatch(text) is None:
         return False
     head = "".join(text[:80].split())

@@ -1,6 +1,6 @@
-"""The order of training rows: endless epochs, each shuffled by the run's seed and computed without a list in memory.
+"""Computes the endless order of training rows: epochs, each shuffled by the run's seed, without a list in memory.
 
-With data.mix, each modality has its own order, and the modalities are drawn by shares.
+With data.mix, each modality has a separate order, and prompts are drawn from the modalities by shares.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from relax_core.config.modality import MixOrder, mix_problem
 from relax_core.contracts.data import DataRow, EvalSet, PromptSource
 
 _ROUNDS = 4
-BLOCK_PROMPTS = 1000  # the longest block of a mixture, so that shares are exact to a thousandth
+BLOCK_PROMPTS = 1000  # length of a mixture's longest block; shares are exact to a thousandth
 
 
 def row_of(index: int, *, rows: int, seed: int, shuffle: bool, stream: int = 0) -> int:
     """Returns the data row 0..rows-1 at ``index`` of the endless order.
 
-    Every ``rows`` successive indices are an epoch and contain each data row once. The same arguments give the same row
-    in any process and with any library version. ``stream`` selects among different orders of the same seed.
+    An epoch has ``rows`` successive indices and contains each data row once. The same arguments return the same row in
+    any process and with any library version. ``stream`` selects one of several orders for the same seed.
     """
     assert index >= 0 and rows > 0
     epoch, position = divmod(index, rows)
@@ -33,22 +33,22 @@ def row_of(index: int, *, rows: int, seed: int, shuffle: bool, stream: int = 0) 
 
 
 class Mixture:
-    """Orders prompts from several parts in fixed shares, with one integer as cursor.
+    """Orders prompts from several parts in fixed shares. The cursor is one integer.
 
-    The endless order is divided into blocks of the same length. Each block contains every part's exact share of
-    prompts, in an order that depends on the seed and the block, so any index is found without the indices before it.
-    The block is as short as the weights allow (3:1 gives blocks of 4), and at most `BLOCK_PROMPTS` long, with shares
-    rounded to it.
+    The endless order is divided into blocks of equal length. Each block contains the exact share of every part, in an
+    order that depends on the seed and the block's number. So the prompt at any index is computed without the earlier
+    indices. The block is as short as the weights allow: with weights 3:1 a block has 4 prompts. A block has at most
+    `BLOCK_PROMPTS` prompts; for longer blocks the shares are rounded.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
-        """Raises ValueError for a weight that is not above 0 or is too small compared with the others."""
+        """Raises ValueError for a weight that is not above 0, or is too small in comparison with the sum."""
         self.shares = block_shares(weights)
         self._starts = [0, *accumulate(self.shares)]
         self._seed = seed
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns the part that gives the prompt at ``index`` of the order, and the index within that part's order."""
+        """Returns the part of the prompt at ``index`` of the order, and the prompt's index in the order of the part."""
         length = self._starts[-1]
         block, slot = divmod(index, length)
         slot = _permuted(slot, rows=length, key=f"{self._seed}/mixture/{block}".encode())
@@ -57,9 +57,9 @@ class Mixture:
 
 
 def block_shares(weights: Sequence[float]) -> list[int]:
-    """Returns how many prompts of a block each part gives.
+    """Returns the number of prompts from each part in a block.
 
-    Raises ValueError for a weight below a thousandth of all weights together.
+    Raises ValueError for a weight below a thousandth of the sum of all weights.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact, start=Fraction(0))
@@ -72,9 +72,10 @@ def block_shares(weights: Sequence[float]) -> list[int]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Splits ``total`` into whole numbers in the proportion of ``weights``, which are 0 or more and not all 0.
+    """Splits ``total`` into integers in proportion to ``weights``. Weights are 0 or more; at least one is above 0.
 
-    Source: the method of largest remainders (Hamilton). Among equal remainders, the first parts get one more.
+    Source: the method of largest remainders (Hamilton). Among equal remainders, the first parts get the additional
+    units.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     quotas = [total * weight / sum(exact, start=Fraction(0)) for weight in exact]
@@ -88,8 +89,8 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 def _permuted(position: int, *, rows: int, key: bytes) -> int:
     """Returns a keyed permutation of 0..rows-1 at ``position``.
 
-    It is a Feistel network on the next even power of two, repeated until the result is below ``rows``. Source: Black
-    and Rogaway, Ciphers with Arbitrary Finite Domains (2002), cycle walking.
+    The permutation is a Feistel network on the next even power of two, repeated until the result is below ``rows``.
+    Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002), cycle walking.
     """
     half_bits = max(1, (max(rows - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
@@ -105,11 +106,13 @@ def _permuted(position: int, *, rows: int, key: bytes) -> int:
 
 
 class MixedSource:
-    """Holds the rows of ``source`` in the order of a `MixOrder`; rows of other modalities are never drawn.
+    """Holds the rows of ``source`` in the order of a `MixOrder`.
 
-    Each modality goes through its own rows, epoch by epoch. The constructor reads the modality of every row once.
+    Rows of modalities that are not in the mix are never drawn.
 
-    Raises ValueError (key, value, fix) for invalid shares, and for a modality that no row has.
+    The rows of each modality are drawn epoch by epoch. The constructor reads the modality of every row once.
+
+    Raises ValueError (key, value, fix) for invalid shares, and for a modality without rows.
     """
 
     def __init__(self, source: PromptSource, mix: Mapping[str, float], *, seed: int, shuffle: bool) -> None:
@@ -159,5 +162,5 @@ class MixedSource:
         return self._source.modality(number)
 
     def held_out(self) -> EvalSet:
-        """Returns the held-out split, which no share changes."""
+        """Returns the held-out split, which does not depend on the shares."""
         return self._source.held_out()

@@ -1,4 +1,4 @@
-"""Opens prompt sources: a generated task, or the rows of files or of a plug-in, in one endless order."""
+"""Opens prompt sources: a generated task, files, or a plug-in, each with its rows in an endless order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSourc
 
     ``eval_rows`` is the number of held-out rows that an evaluation scores.
 
-    Raises ValueError (key, value, fix) for a task or files that cannot be used, and for a data.mix without rows.
+    Raises ValueError (key, value, fix) for an unusable task or file, and for a modality of data.mix without rows.
     """
     source = _unmixed_source(config, seed=seed, eval_rows=eval_rows)
     return source if config.mix is None else MixedSource(source, config.mix, seed=seed, shuffle=config.shuffle)
@@ -83,7 +83,10 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
 
 
 def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
-    """Returns the parts and the rows of each file; a plug-in is one file. Raises ValueError as `make_source` does."""
+    """Returns the parts and the rows of each file.
+
+    A plug-in is treated as one file. Raises ValueError as `make_source` does.
+    """
     if names_plugin(config):
         return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
     parts = data_parts(config)
@@ -92,13 +95,13 @@ def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
 
 
 def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
-    """Returns a plug-in's own evaluation rows, or None for files and with ``data.eval_path``."""
+    """Returns the evaluation rows that a plug-in defines; None for files and with ``data.eval_path``."""
     (first, *_) = files
     return first.held_out() if isinstance(first, PluginRows) and config.eval_path is None else None
 
 
 def are_rows_named(config: DataConfig) -> bool:
-    """Returns whether the configuration names training rows of files or of a plug-in, not those of a generated task."""
+    """Returns whether the configuration names files or a plug-in for training, and not a generated task."""
     return config.path is not None or config.paths is not None or names_plugin(config)
 
 
@@ -119,7 +122,7 @@ def _rows_of(file: Path, config: DataConfig, *, key: str) -> RowFile:
 
 
 def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
-    """Returns the evaluation set of these data rows (file, number), with unusable rows in ``bad``."""
+    """Returns the evaluation set of the rows ``chosen`` (file, number); its field ``bad`` has the unusable rows."""
     rows: list[DataRow] = []
     bad: list[BadRow] = []
     for file, number in chosen:
@@ -131,9 +134,9 @@ def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
 
 
 def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
-    """Returns how many rows at each file's end are held out.
+    """Returns for each file the number of rows at its end that are held out.
 
-    Together they are ``data.eval_size`` rows, in proportion to the files' rows.
+    The sum is ``data.eval_size``, split in proportion to the files' numbers of rows.
     """
     sizes = [len(file) for file in files]
     if config.eval_path is not None or config.eval_size == 0 or _own_held_out(config, files) is not None:
@@ -176,9 +179,9 @@ def file_rows(config: DataConfig) -> tuple[RowFile, int]:
 
 
 def unsplit_rows(config: DataConfig) -> RowFile | None:
-    """Returns all rows of the configured files or plug-in if they are too few to hold out ``data.eval_size`` rows.
+    """Returns all rows of the configured files or plug-in, if they have too few rows to hold out ``data.eval_size``.
 
-    Returns None for other data: with enough rows, with its own evaluation rows, or of a generated task. Raises
+    Returns None for data with enough rows, for data with separate evaluation rows, and for a generated task. Raises
     ValueError as `make_source` does.
     """
     if config.eval_path is not None or config.eval_size <= 0 or not are_rows_named(config):
@@ -220,7 +223,7 @@ class FirstRows:
 
 
 class GeneratedSource:
-    """Holds ``rows`` examples of a generated task, in a new order in each epoch."""
+    """Holds ``rows`` examples of a generated task. Each epoch has a new order."""
 
     def __init__(self, task: str, *, rows: int, held_out: int, seed: int, shuffle: bool) -> None:
         generated.check_task(task)
@@ -275,11 +278,11 @@ def _as_row(example: generated.Example) -> DataRow:
 
 
 class FileSource:
-    """Holds the data rows of files in an endless order. ``held_out`` is already read.
+    """Holds the data rows of files in an endless order. ``held_out`` has the held-out rows, which were read before.
 
-    Without ``weights`` every row comes once in each epoch, in a new order each time. With ``weights``, one for each of
-    ``parts`` (the number of successive rows in each part), a `Mixture` determines which part gives each prompt, and
-    every part goes through its own rows, epoch by epoch.
+    Without ``weights`` each epoch contains every row once, in a new order. ``parts`` has the number of successive rows
+    in each part, and ``weights`` one weight for each part. With ``weights``, a `Mixture` determines the part of each
+    prompt, and the rows of each part are drawn epoch by epoch.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The tokenizer of a model folder, which renders conversations with its chat template (`chat_template.py`).
+"""Implements the tokenizer of a model folder. It renders conversations with the folder's chat template.
 
-The module reads tokenizer.json with the library tokenizers and renders the chat template with jinja2. So the rollout
-imports neither transformers nor torch, which would take seconds and hundreds of megabytes. A test checks that the
-result equals transformers' `apply_chat_template`.
+The module reads tokenizer.json with the library tokenizers, and renders the chat template (`chat_template.py`) with
+jinja2. So the rollout imports neither transformers nor torch; their imports take seconds and hundreds of megabytes. A
+test checks that the result equals transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _MAX_TOKENIZER_BYTES = 256 << 20
-_GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # marks the end of a message that the model continues
-LARGE_TEXT = 1 << 16  # characters; while a longer text is tokenised, other threads can run
-_CHARACTERS_A_TOKEN = 16  # minimum of `_longest_token`: an unknown word may be one token, and characters may be dropped
+_GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # added at the end of a message that the model continues
+LARGE_TEXT = 1 << 16  # in characters; other threads can run while a longer text is tokenised
+_CHARACTERS_A_TOKEN = 16  # minimum of `_longest_token`, because an unknown word may be one token or lose characters
 
 
 class TextTooLong(ValueError):
-    """A text has more characters than the allowed number of tokens can represent; it was not tokenised.
+    """A text has more characters than the allowed number of tokens can represent. The text was not tokenised.
 
-    ``tokens`` is a lower bound of the text's tokens, larger than the allowed number.
+    ``tokens`` is a lower bound of the text's number of tokens; this bound is above the allowed number.
     """
 
     def __init__(self, text: str, *, tokens: int) -> None:
@@ -62,11 +62,11 @@ class TextTooLong(ValueError):
 class PromptTokenizer:
     """Converts text to token ids and back.
 
-    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` maps each kind of media to its
-    placeholder token in the rendered text; it is empty for a text-only model. ``template_arguments`` are more variables
-    for the chat template, such as Qwen3's enable_thinking. A template that reads the clock gets the midnight of
-    ``date``, such as 2026-11-28; None is the current day in UTC. Raises ValueError for a folder that lacks a required
-    file, and for a variable that its template does not read.
+    ``stop_token_ids`` lists the tokens that end a response, sorted. ``media_ids`` maps each kind of media to its
+    placeholder token in the rendered text; it is empty for a text-only model. ``template_arguments`` are additional
+    variables for the chat template, such as Qwen3's enable_thinking. For a template that reads the clock, the time is
+    midnight of ``date``, such as 2026-11-28; None means the current day in UTC. Raises ValueError for a folder without
+    a required file, and for a variable that the folder's template does not read.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class PromptTokenizer:
         goes_on: bool = False,
         most_tokens: int | None = None,
     ) -> list[int]:
-        """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
+        """Returns the token ids of a conversation, rendered by the chat template up to the start of the next answer.
 
         ``tools`` are the schemas of tools that the template shows. A media item becomes its placeholder
-        (`place_items`). Names of special tokens in the messages are encoded as plain text; only the template's own are
-        special tokens. With ``goes_on`` the next answer continues the last message. Raises ValueError, with the
-        template's message, for a conversation that the template does not accept, and `TextTooLong` for a text that is
-        certain to have more than ``most_tokens`` tokens.
+        (`place_items`). Names of special tokens in the messages are encoded as plain text; only names that the template
+        writes become special tokens. With ``goes_on`` the next answer continues the last message. Raises ValueError,
+        with the template's message, for a conversation that the template does not accept. Raises `TextTooLong` for a
+        text that certainly has more than ``most_tokens`` tokens.
         """
         hidden_tools = None if tools is None else [self.hidden(tool) for tool in tools]
         rendered = self.render(messages, tools=hidden_tools, goes_on=goes_on, hides=True)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
     def max_characters(self, tokens: int) -> int:
-        """Returns the maximum number of characters of ``tokens`` tokens, by the longest token of the vocabulary."""
+        """Returns the maximum number of characters in ``tokens`` tokens, from the longest token of the vocabulary."""
         return tokens * self._longest_token
 
     def short_enough(self, text: str, most_tokens: int | None) -> str:
-        """Returns the given text. Raises `TextTooLong` if it is certain to have more than ``most_tokens`` tokens."""
+        """Returns the text. Raises `TextTooLong` if the text certainly has more than ``most_tokens`` tokens."""
         if most_tokens is None or len(text) <= most_tokens * _CHARACTERS_A_TOKEN:
             return text
         if len(text) <= self.max_characters(most_tokens):
@@ -123,11 +123,11 @@ class PromptTokenizer:
         )
 
     def hidden(self, value: Any) -> Any:
-        """Returns a message or another JSON value with the names of special tokens in texts and keys replaced.
+        """Replaces the names of special tokens in the texts and keys of a message or another JSON value.
 
-        Parts of such a name are replaced, too, if adjacent text could complete them: the template joins texts, and
-        writes keys between signs such as "<" and ">". `encode_shown` turns the replacements in the rendered text back
-        into plain text.
+        A part of such a name is also replaced if adjacent text could complete the name, because the template joins
+        texts and writes keys between signs such as "<" and ">". `encode_shown` converts the replacements in the
+        rendered text back to plain text.
         """
         return self._hidden(_with_arguments(value, as_text=False) if isinstance(value, Mapping) else value)
 
@@ -137,7 +137,7 @@ class PromptTokenizer:
     def _hidden_text(self, text: str) -> str:
         special, names = self._special_names, self._special_parts
         assert special is not None
-        core = text.strip()  # a template may trim it
+        core = text.strip()  # replaced too, because a template may trim it
         if core and len(core) <= names.longest and core in names.inside:
             return text.replace(core, _hide_text(core))
         begins = next((k for k in range(min(names.longest, len(core)), 0, -1) if core[:k] in names.ends), 0)
@@ -158,11 +158,11 @@ class PromptTokenizer:
             return self.encode_text(rendered)
         shown = _HIDDEN.sub(_shown, rendered)
         if special.findall(shown) == special.findall(rendered):
-            # All special tokens are the template's. The text is encoded as a whole, because separate pieces may give
-            # other tokens if a tokenizer marks the first word.
+            # All special tokens in the text come from the template. The text is encoded as a whole, because separate
+            # pieces may have different tokens if a tokenizer marks the first word.
             return self.encode_text(shown)
         ids: list[int] = []
-        # The pattern has one group, so every second piece is a special token, which the template wrote.
+        # The pattern has one group, so every second piece is a special token that the template wrote.
         for number, piece in enumerate(special.split(rendered)):
             if piece:
                 ids += self.encode_text(piece) if number % 2 else self.encode_plain(_HIDDEN.sub(_shown, piece))
@@ -177,12 +177,12 @@ class PromptTokenizer:
         goes_on: bool = False,
         hides: bool = False,
     ) -> str:
-        """Returns the text of a conversation, which `encode_shown` turns into ids.
+        """Renders a conversation to the text that `encode_shown` converts to token ids.
 
-        With ``opens_answer`` the text ends with the opening of the next answer, with ``goes_on`` with the last text of
-        the last message instead. The arguments of tool calls are an object or JSON text; a template gets an object, or
-        JSON text if it does not accept objects. With ``hides`` the messages are `hidden`. Raises ValueError as `encode`
-        does.
+        With ``opens_answer`` the text ends with the tokens that begin the next answer. With ``goes_on`` the text ends
+        with the last text of the last message. Arguments of tool calls may be an object or JSON text. The template gets
+        the arguments as an object; if the template does not accept objects, as JSON text. With ``hides`` the messages
+        are `hidden`. Raises ValueError as `encode` does.
         """
         if goes_on:
             marked = [*messages[:-1], _marked_end(messages[-1])]
@@ -200,7 +200,7 @@ class PromptTokenizer:
             try:
                 template = self._tool_template if tools else self._template
                 return template.render(**(self.special_tokens | self._arguments | own))
-            except Exception as error:  # A template is the model author's code and may raise any error.
+            except Exception as error:  # A template is code of the model's author and may raise any error.
                 cause = error
                 problem = problem or ValueError(f"the chat template does not take it: {type(error).__name__}: {error}")
                 problem.__cause__ = problem.__cause__ or cause
@@ -210,7 +210,7 @@ class PromptTokenizer:
     def _closes_thinking(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, shown: str
     ) -> bool:
-        """Returns whether the template closes the thinking that the last message began; ``shown`` is its rendering."""
+        """Returns whether the template closes thinking that the last message began; ``shown`` is the rendered text."""
         content = messages[-1]["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         if "<think>" not in text or "</think>" in text:
@@ -219,9 +219,9 @@ class PromptTokenizer:
         return shown.count("</think>") > before.count("</think>")
 
     def place_items(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[Media]]:
-        """Returns ``ids`` with the items' ids in place of their placeholders, in order, and the items' positions.
+        """Replaces the placeholders in ``ids`` by the items' ids, in order; also returns the items' positions.
 
-        Raises ValueError if the ids have other placeholders than the items.
+        Raises ValueError if the placeholders in ``ids`` do not match the items.
         """
         kinds = {token: kind for kind, token in self.media_ids.items()}
         places = [place for place, token in enumerate(ids) if token in kinds]
@@ -241,7 +241,7 @@ class PromptTokenizer:
         return whole + list(ids[done:]), media
 
     def check_places(self, messages: Sequence[Mapping[str, Any]], kinds: Sequence[MediaKind]) -> None:
-        """Raises ValueError as `place_items` does, if the template leaves out media of a conversation or adds some."""
+        """Raises ValueError as `place_items` does, if the template omits media of a conversation or adds media."""
         names = {self.token_text(token): kind for kind, token in self.media_ids.items()}
         rendered = self.render([self.hidden(message) for message in messages])
         _check_kinds([names[name] for name in re.findall("|".join(map(re.escape, names)), rendered)], kinds)
@@ -252,21 +252,24 @@ class PromptTokenizer:
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns the token ids of a text in which names of special tokens are plain text.
+        """Returns the token ids of a text, with names of special tokens encoded as plain text.
 
-        So no text of an environment can end a turn.
+        So an environment's text never contains a token that ends a turn.
         """
         ids: list[int] = _encoded(self._plain, text).ids
         return ids
 
     def plain_spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns where each token of `encode_plain` begins and ends in the text, in characters."""
+        """Returns the start and the end of each token of `encode_plain` in the text, in characters."""
         offsets: list[tuple[int, int]] = _encoded(self._plain, text).offsets
         return offsets
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """Returns a separate tokenizer that encodes names of special tokens as text, because several threads encode."""
+        """Returns a tokenizer that encodes names of special tokens as text.
+
+        It is a separate object, because a change of this setting in the shared tokenizer would affect other threads.
+        """
         from tokenizers import Tokenizer
 
         plain = Tokenizer.from_str(self._tokenizer.to_str())
@@ -275,7 +278,7 @@ class PromptTokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Returns the number of characters of the longest token; in a byte-level vocabulary they are bytes."""
+        """Returns the number of characters of the longest token; in a byte-level vocabulary, its number of bytes."""
         names = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(_CHARACTERS_A_TOKEN, *map(len, names)) if names else _CHARACTERS_A_TOKEN
 
@@ -290,12 +293,12 @@ class PromptTokenizer:
 
     @property
     def template(self) -> str:
-        """Returns the text of the chat template; of several, the tool-use template."""
+        """Returns the text of the chat template; if there are two, the text of the tool-use template."""
         return self._tool_text
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Returns a pattern for the names of special tokens, the longest first; None if the tokenizer has none."""
+        """Returns a pattern for the names of special tokens, longest first; None without special tokens."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special and token.content), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
@@ -307,18 +310,18 @@ class PromptTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Returns the number of rows that an embedding needs for every token: the largest id plus 1."""
+        """Returns the number of rows that an embedding of all tokens needs: the largest token id plus 1."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of response tokens with their special tokens.
+        """Returns the text of response tokens, including the names of special tokens.
 
-        So a response with a special token inside differs from a response without it.
+        So the texts of a response with and without a special token differ.
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _media_ids(self, model_folder: Path) -> dict[MediaKind, int]:
-        """Returns the placeholders that config.json names; without that file, those that the vocabulary has."""
+        """Returns the placeholders that config.json names; without config.json, the placeholders in the vocabulary."""
         if has_hf_config(model_folder):
             values = inner_config(read_hf_config(model_folder))
             found = {kind: values.get(f"{kind}_token_id") for kind in MEDIA_KINDS}
@@ -327,7 +330,7 @@ class PromptTokenizer:
         return {kind: token for kind, token in found.items() if token is not None}
 
     def _stop_token_ids(self, model_folder: Path) -> list[int]:
-        """Returns the tokenizer's end token and those in the model's generation settings, sorted."""
+        """Returns the tokenizer's end token and the end tokens in the model's generation settings, sorted."""
         found: set[int] = set()
         end = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         if end is not None:
@@ -342,7 +345,7 @@ class PromptTokenizer:
 
 
 def vocabulary_problem(model_folder: Path, tokenizer: PromptTokenizer) -> str:
-    """Returns an error text if the tokenizer has ids without a row in the folder's weights, else an empty text."""
+    """Returns an error text if the tokenizer has token ids without a row in the folder's weights, else ""."""
     rows = language_values(read_hf_config(model_folder)).get("vocab_size")
     if not isinstance(rows, int) or tokenizer.vocabulary_size <= rows:
         return ""
@@ -361,7 +364,7 @@ def _check_kinds(shown: Sequence[MediaKind], wanted: Sequence[MediaKind]) -> Non
 
 
 def load_tokenizer(model_folder: Path) -> Tokenizer:
-    """Returns the tokenizer in a folder's tokenizer.json. Raises ValueError for a file that is missing or wrong."""
+    """Reads the tokenizer from a folder's tokenizer.json. Raises ValueError if the file is missing or wrong."""
     from tokenizers import Tokenizer
 
     file = model_folder / "tokenizer.json"
@@ -375,25 +378,25 @@ def load_tokenizer(model_folder: Path) -> Tokenizer:
             if (size := os.fstat(opened.fileno()).st_size) > _MAX_TOKENIZER_BYTES:
                 raise ValueError(f"it has {size} bytes, more than {_MAX_TOKENIZER_BYTES}")
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # The library raises plain Exception.
+    except Exception as error:  # The library raises the class Exception itself.
         raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Returns the tokens of a text; the interpreter's lock is released while a `LARGE_TEXT` is tokenised."""
+    """Returns the tokens of a text. Releases the interpreter's lock while it tokenises a text above `LARGE_TEXT`."""
     text = clean_text(text)
     if len(text) <= LARGE_TEXT:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
-# Names of special tokens in a user's text are replaced while the rendered text is split at the template's own special
-# tokens. Each character of a name becomes a code point of the private use area.
+# Names of special tokens in a user's text are replaced until the rendered text has been split at the special tokens
+# that the template wrote. Each character of a name becomes a code point of the private use area.
 _HIDE_FROM, _HIDE_MARK = 0xF0000, "\U00100000"
 _HIDDEN = re.compile(f"{_HIDE_MARK}([{chr(_HIDE_FROM)}-{chr(_HIDE_FROM + 0xFFFD)}]+)")
 
 
-_WORDS = ("role", "type")  # keys whose values a template compares, such as "assistant" and "image"
+_WORDS = ("role", "type")  # keys with values that a template compares, such as "assistant" and "image"
 _COMPARED = frozenset(
     {
         *("system", "user", "assistant", "tool", "developer", "function", "text", "image", "video", "audio"),
@@ -402,7 +405,7 @@ _COMPARED = frozenset(
 )
 
 
-# Keys that templates read. Keys that a tool or an agent chooses need not be among them.
+# Keys that templates read. Names that a tool or an agent chooses for its keys are not listed.
 _KNOWN_KEYS = frozenset(
     {
         *("role", "content", "type", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"),
@@ -433,7 +436,7 @@ def _name_parts(names: Iterable[str]) -> _NameParts:
 
 
 def _hide_text(text: str) -> str:
-    """Returns the replacement of a text, which begins with the mark."""
+    """Returns the replacement of a text; the replacement begins with `_HIDE_MARK`."""
     return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(char)) for char in text) if text else ""
 
 
@@ -446,7 +449,7 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """Returns a JSON value with ``change`` applied to its texts and keys, except to known keys, roles and types."""
+    """Applies ``change`` to the texts and keys of a JSON value, except to known keys, roles and types."""
     if isinstance(value, str):
         return value if key in _WORDS and value in _COMPARED else change(value)
     if isinstance(value, Mapping):
@@ -459,7 +462,7 @@ def _changed_key(name: Any, change: Callable[[str], str]) -> Any:
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message whose media parts have only their type, so that no template writes their content."""
+    """Removes everything but the type from a message's media parts, so no template writes their content."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -467,7 +470,7 @@ def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> Mapping[str, Any]:
-    """Returns a message whose tool calls have their arguments as JSON text, or else as an object if the text is one."""
+    """Converts the arguments of a message's tool calls to JSON text or, without ``as_text``, to an object."""
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list | tuple):
         return message
@@ -492,7 +495,7 @@ def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
 
 
 def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with a mark after its text. Raises ValueError for a message that does not end with text."""
+    """Appends a mark to a message's text. Raises ValueError for a message that does not end with text."""
     content = message["content"]
     if isinstance(content, str) and content.strip() and not message.get("tool_calls"):
         return {**message, "content": content + _GOES_ON}

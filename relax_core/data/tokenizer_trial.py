@@ -1,7 +1,7 @@
-"""Loads a model folder's tokenizer and chat template in a process that is killed if they take too much time or memory.
+"""Loads a model folder's tokenizer and chat template in a separate process, with limits on time and memory.
 
-A template is a program: it may never end, and it may allocate without bound while it is compiled or rendered. A folder
-that passes is then loaded by this process and by the processes of the run, which report its other problems.
+A template is a program. Its compilation or rendering may never end, or may allocate memory without bound. After a
+successful trial, this process and the processes of the run load the folder and report all further problems.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from relax_core.data.chat_template import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
 MEMORY_GIB = 2.0
-LOAD_S, RENDER_S = 30.0, 2.0  # CPU time; the largest tokenizers take 2 s, and templates some milliseconds
-_WALL = 10.0  # wall time per CPU time, on a machine that does other work
+LOAD_S, RENDER_S = 30.0, 2.0  # limits of CPU time; the largest tokenizers take 2 s, and templates some milliseconds
+_WALL = 10.0  # allowed wall time per CPU time, for a busy machine
 _MAIN = "relax_core.data.tokenizer_trial_main"
 _FILES = (CONFIG_FILE, "tokenizer.json", *TEMPLATE_FILES)
-_passed: set[tuple[Any, ...]] = set()  # the states of folders that passed in this process
+_passed: set[tuple[Any, ...]] = set()  # the states of folders that passed the trial in this process
 
 
 class TokenizerTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the task of the process; without ``template`` it tries the tokenizer alone."""
+    """Holds the task of the trial process; without ``template`` it tries only the tokenizer."""
 
     folder: str
     arguments: dict[str, Any]
@@ -33,7 +33,7 @@ class TokenizerTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """Holds the process's answer to each of its two messages: the error that a limit caused, or an empty text."""
+    """Holds the trial process's answer to one message: the error that a limit caused, or an empty text."""
 
     problem: str
 
@@ -41,7 +41,7 @@ class TrialResult(msgspec.Struct, frozen=True):
 def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, template: bool = True) -> None:
     """Raises ValueError for a tokenizer or a chat template that takes too much time or memory, or ends its process.
 
-    ``arguments`` are variables for the chat template. A folder that has not changed is not tried again.
+    ``arguments`` are variables for the chat template. An unchanged folder is tried only once.
     """
     state = (str(folder), repr(sorted((arguments or {}).items())), template, *map(_state, _files(folder)))
     if state in _passed:

@@ -1,4 +1,4 @@
-"""The process in which `try_tokenizer` loads a tokenizer and renders its chat template.
+"""The main program of the process that `try_tokenizer` starts: loads a tokenizer and renders its chat template.
 
 ``python -m relax_core.data.tokenizer_trial_main``
 """
@@ -48,7 +48,7 @@ def main() -> None:
     """Reads a `TokenizerTrial`, loads its tokenizer, and renders some conversations with the chat template."""
     pipe = OwnerPipe()
     trial = msgspec.msgpack.decode(pipe.read(), type=TokenizerTrial)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # of private memory; files that libraries map do not count
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # of private memory, without files that libraries map
     most = round(MEMORY_GIB * (1 << 30))
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -75,7 +75,10 @@ def _render(trial: TokenizerTrial) -> None:
 
 
 def _problem(work: Any) -> str:
-    """Returns the error that a limit caused in a call, else an empty text. Users of the folder report other errors."""
+    """Returns the error that a limit caused in a call, else "".
+
+    The processes that use the folder report other errors.
+    """
     try:
         work()
     except _TOO_MUCH as error:

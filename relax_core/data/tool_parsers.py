@@ -1,4 +1,4 @@
-"""Parses the tool calls of a response in the formats of the model families; start reading at `read_action`."""
+"""Parses the tool calls of a response in the formats of the model families. Start reading at `read_action`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from relax_core.contracts.env import Action
 from relax_core.contracts.tool_calls import ToolCall, ToolSchema, json_type, json_types
 from relax_core.contracts.untrusted_values import clean_value, shown
 
-MAX_CHARACTERS = 1 << 20  # of one call; a longer text is not read
-Tools = Mapping[str, Mapping[str, Any]]  # the JSON schemas of the parameters, by the name of the tool
+MAX_CHARACTERS = 1 << 20  # most characters of one call; a longer text is not parsed
+Tools = Mapping[str, Mapping[str, Any]]  # the JSON schemas of the parameters, by tool name
 _ARGUMENTS = ("arguments", "parameters")
-_CALL_KEYS = {"name", "id", "type", "index"}  # keys of a call other than its arguments
+_CALL_KEYS = {"name", "id", "type", "index"}  # keys of a call in addition to its arguments
 
 
 class BrokenCall(ValueError):
-    """A text has the marks of a tool call, but no call can be read from it; the error message is for the model."""
+    """A text has the marks of a tool call, but cannot be parsed as a call.
+
+    The error message is written for the model.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCalls:
     """Holds the calls in a text, in order, and the text around them.
 
-    ``broken`` has an error message for each call that cannot be read; the text of such a call is part of ``content``.
+    ``broken`` has an error message for each call that cannot be parsed; the text of such a call is part of ``content``.
     """
 
     content: str
@@ -38,7 +41,7 @@ class ReadCalls:
 
 
 def read_between(text: str, *, begin: str, end: str, read: Callable[[str], ToolCall]) -> ReadCalls:
-    """Returns the calls that ``read`` finds between each pair of marks.
+    """Returns the calls that ``read`` parses from the text between each pair of marks.
 
     A call is broken if its end mark is missing or if ``read`` raises `BrokenCall`.
     """
@@ -54,7 +57,7 @@ def read_between(text: str, *, begin: str, end: str, read: Callable[[str], ToolC
             calls.append(read(inner))
         except BrokenCall as error:
             broken.append(str(error))
-            lost, again, _ = inner.partition(begin)  # the next call may begin before the end of this one
+            lost, again, _ = inner.partition(begin)  # the next call may begin before the end of this call
             rest = text[at + len(begin) + len(lost) :] if again else rest
             outside.append(f"{begin}{lost}" if again else f"{begin}{inner}{found}")
         text = rest
@@ -62,12 +65,12 @@ def read_between(text: str, *, begin: str, end: str, read: Callable[[str], ToolC
 
 
 def json_call(text: str) -> ToolCall:
-    """Returns the call of a JSON object with a name and an object of arguments. Raises `BrokenCall`."""
+    """Parses a call from a JSON object with a name and an object of arguments. Raises `BrokenCall`."""
     return call_of(json_value(text))
 
 
 def call_of(value: Any) -> ToolCall:
-    """Returns the call in a JSON value; its arguments may be JSON text. Raises `BrokenCall`."""
+    """Returns the call in a JSON value; the call's arguments may be JSON text. Raises `BrokenCall`."""
     if not isinstance(value, Mapping):
         raise BrokenCall(f"A tool call is an object with name and arguments, not {_shown(value)}.")
     name = value.get("name")
@@ -79,7 +82,7 @@ def call_of(value: Any) -> ToolCall:
             f"The tool call {name} has the key {_shown(unknown_keys[0])}. Write its values under arguments."
         )
     if len(keys) > 1:
-        raise BrokenCall(f"The tool call {name} has both arguments and parameters. Write arguments alone.")
+        raise BrokenCall(f"The tool call {name} has both arguments and parameters. Write only arguments.")
     given = value[keys[0]] if keys else {}
     if isinstance(given, str):
         given = json_value(given)
@@ -117,7 +120,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def read_hermes(text: str, tools: Tools) -> ReadCalls:
-    """Reads calls as Hermes and Qwen3 write them: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+    """Parses calls in the format of Hermes and Qwen3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
     return read_between(text, begin=BEGIN, end=END, read=json_call)
 
 
@@ -126,10 +129,10 @@ _BEGINS_OBJECT = re.compile(r"""\{\s*(["'])(name|type|parameters|arguments)\1\s*
 
 
 def read_llama3_json(text: str, tools: Tools) -> ReadCalls:
-    """Reads calls as Llama 3.1 writes them: the whole response is {"name": …, "parameters": {…}}.
+    """Parses calls in the format of Llama 3.1: the whole response is {"name": …, "parameters": {…}}.
 
-    A JSON object that is not a call is content. An object is a call if it has a name and parameters, or the name of a
-    tool. Raises `BrokenCall` for a text that has the mark or begins like a call, if no call can be read from it.
+    A JSON object is a call if it has a name and parameters, or the name of a tool; any other object is content. Raises
+    `BrokenCall` for a text that has the mark or begins like a call, but cannot be parsed as a call.
     """
     body = text.strip()
     marked = body.startswith(_PYTHON_TAG)
@@ -156,7 +159,7 @@ _MARK, _MISTRAL_ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read_mistral(text: str, tools: Tools) -> ReadCalls:
-    """Reads calls as Mistral writes them: [TOOL_CALLS] and a JSON list, or [TOOL_CALLS]NAME[ARGS]{…} for each call.
+    """Parses Mistral's format: [TOOL_CALLS] and a JSON list, or [TOOL_CALLS]NAME[ARGS]{…} for each call.
 
     The text before the first mark and the text of broken calls are the content.
     """
@@ -193,17 +196,17 @@ def _values(body: str) -> list[Any]:
     return [{"name": name.strip(), "arguments": json_value(arguments), "id": identity.strip()}]
 
 
-# The errors of Python's parser, also for nesting that is too deep and characters that no source may have.
+# The errors of Python's parser, including errors for too deep nesting and for invalid characters.
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 # A name with a bracket, followed by a keyword argument, the end of the call, or the end of the text.
 _BEGINS_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(\s*([A-Za-z_]\w*\s*=|\)|$)")
 
 
 def read_pythonic(text: str, tools: Tools) -> ReadCalls:
-    """Reads calls as Llama 3.2, Llama 4 and Gemma write them: a Python list of calls with constants by name.
+    """Parses the format of Llama 3.2, Llama 4 and Gemma: a Python list of calls with constants as keyword arguments.
 
-    A list such as ``[add(a=1, b=2)]`` is parsed and never run. Any other text is content. Raises `BrokenCall` for a
-    text that begins like a list of calls but is not Python.
+    A list such as ``[add(a=1, b=2)]`` is parsed but never executed. Any other text is content. Raises `BrokenCall` for
+    a text that begins like a list of calls but is not Python.
     """
     body = text.strip()
     if not body.startswith("[") or "(" not in body:
@@ -249,10 +252,10 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 def _json_like(value: Any) -> Any:
-    """Returns a constant of Python as a value that JSON can hold. Raises `BrokenCall`."""
+    """Converts a constant of Python to a value that JSON can represent. Raises `BrokenCall`."""
     if value is None or isinstance(value, str | bool | int):
         return value
-    if isinstance(value, float) and value - value == 0.0:  # neither infinite nor NaN
+    if isinstance(value, float) and value - value == 0.0:  # excludes infinity and NaN
         return value
     if isinstance(value, list | tuple):
         return [_json_like(element) for element in value]
@@ -268,9 +271,9 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.D
 
 
 def read_qwen3_coder(text: str, tools: Tools) -> ReadCalls:
-    """Reads calls as Qwen3-Coder and Qwen3.5 write them: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>….
+    """Parses Qwen3-Coder's and Qwen3.5's format: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>….
 
-    Each value gets the type that the schema of its tool names.
+    Each value is converted to the type in the tool's schema.
     """
     return read_between(text, begin="<tool_call>", end="</tool_call>", read=partial(_qwen3_coder_call, tools=tools))
 
@@ -295,10 +298,10 @@ def _qwen3_coder_call(inner: str, *, tools: Tools) -> ToolCall:
 
 
 def value_of_text(text: str, types: frozenset[str]) -> Any:
-    """Returns the value of an unquoted text as one of the JSON ``types``.
+    """Converts an unquoted text to a value of one of the JSON ``types``.
 
-    A text of another type is returned as its JSON value or unchanged, and the tool refuses it. Without types, JSON
-    other than a string becomes its value.
+    A text that does not fit the types becomes its JSON value or stays unchanged, and the tool then refuses it. Without
+    types, JSON text becomes its value, except a JSON string.
     """
     word = text.strip()
     if "boolean" in types and word.lower() in ("true", "false"):
@@ -335,13 +338,13 @@ PARSERS: Mapping[str, Reader] = {
     "mistral": read_mistral,
     "none": read_nothing,
 }
-# The mark that begins a call in each format; in the other formats a whole response may be a call.
+# The mark that begins a call, by format; in formats without a mark, a whole response may be a call.
 CALL_MARKS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "mistral": "[TOOL_CALLS]"}
-# Texts in a chat template that show its family's format of calls; the first match counts.
+# Texts in a chat template that identify the family's format of calls; the first match counts.
 _SIGNS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
-    ("<arg_key>", ""),  # GLM's own form, which no parser here reads
+    ("<arg_key>", ""),  # GLM's format, which has no parser here
     ("<tool_call>", "hermes"),
     ('"parameters": ', "llama3_json"),
 )
@@ -349,7 +352,7 @@ _THINK_END = "</think>"
 
 
 def tool_parser(name: str, *, template: str) -> str:
-    """Returns the name of the parser for a model; "auto" is resolved by the chat template.
+    """Returns the name of the parser for a model; "auto" detects the parser in the chat template.
 
     Raises ValueError for an unknown name, and if the template does not show the format.
     """
@@ -357,8 +360,8 @@ def tool_parser(name: str, *, template: str) -> str:
         found = next((parser for sign, parser in _SIGNS if sign in template), "")
         if not found:
             raise ValueError(
-                "env.tool_parser=auto: the chat template does not show in which form the model calls tools. Name it: "
-                f"{', '.join(PARSERS)}; or use env.tools_as=text, which asks for the form hermes."
+                "env.tool_parser=auto: the chat template does not show the format of the model's tool calls. Name the "
+                f"format: {', '.join(PARSERS)}; or use env.tools_as=text, which uses the format hermes."
             )
         return found
     if name not in PARSERS:
@@ -367,7 +370,10 @@ def tool_parser(name: str, *, template: str) -> str:
 
 
 def read_calls(text: str, *, parser: str, tools: Sequence[ToolSchema]) -> ReadCalls:
-    """Returns the calls of a text and the errors of unreadable calls; it never raises for any text."""
+    """Returns the calls of a text and the errors of calls that cannot be parsed.
+
+    It accepts any text without raising.
+    """
     functions = [tool["function"] for tool in tools]
     schemas = {function["name"]: function.get("parameters") for function in functions}
     try:
@@ -379,11 +385,12 @@ def read_calls(text: str, *, parser: str, tools: Sequence[ToolSchema]) -> ReadCa
 
 
 def read_action(text: str, *, stopped: bool, parser: str, tools: Sequence[ToolSchema] = ()) -> Action:
-    """Returns a response as an action for the env; it never raises for any text.
+    """Converts a response to an action for the env. It accepts any text without raising.
 
     ``text`` is the response without its stop token, and ``tools`` are the env's tools. The text before the last
-    </think> is thinking, in which no call is read; the opening tag may be part of the prompt. If a call of the env's
-    tools can be read, the errors of other calls are in ``call_error``, else in ``parse_error``.
+    </think> is thinking and is not parsed for calls; the opening tag may be part of the prompt. If at least one call of
+    the env's tools can be parsed, the errors of further calls are in ``call_error``. Otherwise all errors are in
+    ``parse_error``.
     """
     before, found, after = text.rpartition(_THINK_END)
     thinking = before.partition("<think>")[2] if "<think>" in before else before

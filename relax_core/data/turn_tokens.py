@@ -1,9 +1,10 @@
-"""Builds the prompts of later turns from token ids, so that sampled tokens are never tokenised again.
+"""Builds the prompts of later turns from token ids, so sampled tokens are never tokenised again.
 
-The next prompt is the previous prompt, the sampled tokens, and the text that the chat template writes after an answer:
-its end, the next messages, and the opening of the next answer. To find this text, the module renders the opening, a
-mark as the answer, and the next messages, and takes the text after the mark. So the template itself trims, quotes and
-joins the messages, and the tokens equal those of the whole conversation if the template only appends.
+The next prompt consists of the previous prompt, the sampled tokens, and the text that the chat template writes after an
+answer. This text has the end of the answer, the next messages, and the beginning of the next answer. To find this text,
+the module renders the first messages, a mark as the answer, and the next messages, and uses the text after the mark. So
+the template trims, quotes and joins the messages. If the template only appends text, the tokens are the same as for a
+rendering of the whole conversation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import msgspec
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.data.tokenizer import PromptTokenizer
 
-# The mark has no white space at its ends, because templates trim it. It is random, so no other text contains it.
+# The mark has no white space at its ends, because templates trim white space. It is random, so only this module writes
+# it.
 _MARK = f"Relax{secrets.token_hex(16)}TextGoesHere{{}}Mark"
 _ANSWER = _MARK.format("Answer")
 _TOOL = "tool"  # the name for a tool result without a name
@@ -26,18 +28,22 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class TurnTokens:
-    """Builds the prompts of later turns for conversations that share an ``opening``; ``tools`` are schemas."""
+    """Builds the prompts of later turns for conversations that begin with the messages ``opening``.
+
+    ``tools`` are the schemas of the tools.
+    """
 
     def __init__(
         self, tokenizer: PromptTokenizer, opening: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        # An answer follows the opening, and replaces its last message if the model continued that.
+        # An answer follows the opening. If the model continued the opening's last message, the answer replaces it.
         asked = opening[:-1] if opening and opening[-1]["role"] == "assistant" else opening
         self._opening = [tokenizer.hidden(message) for message in asked]
         self._tools = None if tools is None else [tokenizer.hidden(tool) for tool in tools]
-        self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
-        # The form of calls that the template accepts (`_calling`), for one tool result and for several.
+        self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts with texts that the template shows
+        # The form of tool calls that the template accepts (`_calling`); the key is whether there are several tool
+        # results.
         self._form: dict[bool, tuple[bool, bool]] = {}
         self._ends, self._before_end = self._closing()
 
@@ -50,12 +56,12 @@ class TurnTokens:
         *,
         most_tokens: int | None = None,
     ) -> tuple[list[int], list[Media]]:
-        """Returns the token ids of the next prompt, and the positions of the new ``items`` in them.
+        """Returns the token ids of the next prompt, and the new ``items`` with their positions in it.
 
-        ``sampled`` is the answer to ``prompt_ids``, with its stop token if it has one. ``messages`` follow it; their
-        texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError for messages
-        that the chat template does not accept, or renders without their text or their items, and `TextTooLong` for
-        messages that are certain to have more than ``most_tokens`` tokens.
+        ``sampled`` is the answer to ``prompt_ids``, including its stop token, if any. ``messages`` follow the answer;
+        their texts are encoded without special tokens. ``items`` are the media of ``messages``, in order. Raises
+        ValueError for messages that the chat template refuses, or renders without their text or their items. Raises
+        `TextTooLong` for messages that certainly have more than ``most_tokens`` tokens.
         """
         self._check_shown(messages)
         behind = self._text_after_answer([self._tokenizer.hidden(message) for message in messages])
@@ -63,9 +69,9 @@ class TurnTokens:
         if stopped:
             behind = behind.removeprefix(self._before_end)
         following = self._tokenizer.encode_shown(self._tokenizer.short_enough(behind, most_tokens))
-        # A family without an end token stops at the mark of the next role (GLM), which must not appear twice; if the
-        # model sampled the mark of another role, both marks stay. In a history, a template may end an answer with
-        # another token than the sampled one (gpt-oss).
+        # In a family without an end token, an answer stops at the mark of the next role (GLM). This mark must not
+        # appear twice; but if the model sampled the mark of another role, the two marks stay. For earlier answers, a
+        # template may write another end token than the sampled token (gpt-oss).
         if stopped and (following[0] == sampled[-1] or (self._ends and self._tokenizer.is_special(following[0]))):
             following = following[1:]
         before = [*prompt_ids, *sampled]
@@ -74,9 +80,9 @@ class TurnTokens:
         return before + new, moved
 
     def _closing(self) -> tuple[bool, str]:
-        """Returns whether the template ends an answer with a token that stops a response, and the text before it.
+        """Returns whether the template ends an answer with a stop token, and the text between answer and stop token.
 
-        Cohere's models sample a mark before that token, so the answer already has it.
+        Cohere's models sample this text before the stop token, so the answer already contains it.
         """
         last = [*self._opening, {"role": "assistant", "content": _ANSWER}]
         closing = self._tokenizer.render(last, tools=self._tools, opens_answer=False).partition(_ANSWER)[2]
@@ -84,12 +90,12 @@ class TurnTokens:
         return at is not None, closing[:at] if at is not None else ""
 
     def _first_stop(self, text: str) -> int | None:
-        """Returns the position of the first token that stops a response in a rendered text, or None."""
+        """Returns the position of the first stop token in a rendered text, or None."""
         stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
         return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
     def _check_shown(self, messages: Messages) -> None:
-        """Raises ValueError unless the template shows the text of each message exactly once."""
+        """Raises ValueError if the template does not show the text of each message exactly once."""
         shape = tuple((message["role"], _kinds(message)) for message in messages)
         if shape in self._shown:
             return
@@ -106,10 +112,11 @@ class TurnTokens:
         self._shown.add(shape)
 
     def _text_after_answer(self, messages: Messages) -> str:
-        """Returns the template's text after an answer that these messages follow, from its end token on.
+        """Returns the text that the template writes after an answer for these messages, from the end token on.
 
-        Tool results follow an answer that calls the tools. Templates drop the text of such an answer (Llama 3.1), so
-        the mark is its last argument. The end of the call is left out, because the model has already written it.
+        If the messages are tool results, the answer before them calls the tools. Templates omit the text of such an
+        answer (Llama 3.1), so the mark is the answer's last argument. The returned text does not contain the end of the
+        call, because the model has already written it.
         """
         results = sum(message["role"] == "tool" for message in messages)
         if not results:
@@ -142,9 +149,9 @@ class TurnTokens:
 
 
 def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
-    """Returns the template's text after an answer.
+    """Returns the text that the template writes after an answer that ended without a stop token.
 
-    It is empty if it contains a stop token or a string of ``stop``, and for a template that does not accept such a
+    Returns an empty text if the text contains a stop token or a string of ``stop``, or if the template refuses such a
     conversation.
     """
     asked, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": _ANSWER}
@@ -153,7 +160,7 @@ def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
     for messages, opens_answer in (([asked, answer, asked], True), ([asked, answer], False)):
         try:
             behind = tokenizer.render(messages, opens_answer=opens_answer).partition(_ANSWER)[2]
-        except ValueError:  # such a template is refused where it is used
+        except ValueError:  # such a template is refused later, when it is used
             return ""
         if any(end in behind for end in ends):
             return ""
@@ -170,10 +177,10 @@ def _not_shown(role: str) -> ValueError:
 
 
 def _calling(messages: Messages, *, as_text: bool, each: bool) -> dict[str, Any]:
-    """Returns an answer with the calls of these tool results; the argument of the last call is the mark.
+    """Returns an answer with tool calls for these tool results; the argument of the last call is the mark.
 
-    With ``as_text``, arguments are JSON text (DeepSeek) instead of an object. Without ``each``, there is only one call,
-    for templates that refuse several (Llama 3.1).
+    With ``as_text``, arguments are JSON text (DeepSeek), otherwise an object. Without ``each``, the answer has only one
+    call, for templates that refuse several calls (Llama 3.1).
     """
     results = [message for message in messages if message["role"] == "tool"]
     calls = []
@@ -187,7 +194,7 @@ def _calling(messages: Messages, *, as_text: bool, each: bool) -> dict[str, Any]
 
 
 def _with_call_ids(messages: Messages) -> list[Mapping[str, Any]]:
-    """Returns the messages with a name and an id for each tool result; Mistral's ids have nine letters or digits."""
+    """Adds a name and an id to each tool result. Mistral requires ids of nine letters or digits."""
     return [
         {"name": _TOOL, "tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else message
         for number, message in enumerate(messages)

@@ -1,4 +1,5 @@
-"""Holds the rollout engines: the embedded CPU engine, SGLang's server, their protocol, and the pool of engines.
+"""The rollout engines: the embedded CPU engine, SGLang's server, their protocol, and the pool of engines.
 
-Start reading in ``protocol/engine_client.py`` for the calls to an engine, in ``engine_process.py`` for its start.
+Start reading in ``protocol/engine_client.py`` for the calls to an engine, and in ``engine_process.py`` for the start of
+an engine.
 """

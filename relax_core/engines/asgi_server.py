@@ -1,11 +1,11 @@
-"""Shared code of Relax's HTTP servers: ASGI request bodies and responses, and limits on the connections.
+"""Shared code of Relax's HTTP servers: reads ASGI requests, sends responses, and limits connections.
 
-No client can block the others, with or without the token. A connection that sends or reads too slowly is closed after a
-number of sweeps. A sweep runs once a second while the process runs; suspended time is not counted. At the connection
-limit, a new connection replaces the connection that has been idle for longest: first clients that never sent the token,
-then clients with the token that have no request in progress. A request in progress whose client sent the token is never
-cut off. Such requests cannot hold all connections, so that the server's owner can always connect and check that the
-server is alive.
+The limits prevent that a client blocks other clients, with or without the token. A connection that sends or reads too
+slowly is closed after a number of sweeps. A sweep runs once a second while the process runs, so suspended time does not
+count. At the connection limit, a new connection replaces the connection that has been idle for longest. Connections
+that never sent the token are replaced first, then connections with the token but without a request in progress. A
+request in progress is never cut off if its client sent the token. Such requests cannot use all connections: the engine
+owner can always connect to check that the server is alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JSON = b"application/json"
 
 
 class HttpError(Exception):
-    """Refuses a request with an HTTP status; the text names the key, its value and the fix."""
+    """Reports that a request is refused with an HTTP status; the text names the key, its value and the fix."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class HttpError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """Reports that the client closed the connection before its request had arrived, so that no answer is sent."""
+    """Reports that the client closed the connection before its complete request arrived. No response is sent."""
 
 
 def headers(scope: Scope) -> dict[bytes, bytes]:
@@ -48,7 +48,7 @@ def headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
-    """Returns the request's body. Raises HttpError 413 past ``limit`` bytes, and ClientDisconnected."""
+    """Returns the request's body. Raises HttpError 413 for more than ``limit`` bytes, and ClientDisconnected."""
     announced = int(headers(scope).get(b"content-length", b"0"))
     if announced > limit:
         raise HttpError(413, f"{scope['path']}: body of {announced} bytes, the limit is {limit}; send less")
@@ -68,7 +68,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
 
 
 async def start_response(send: Send, *, status: int, content_type: bytes, length: int | None = None) -> None:
-    """Sends the response's head; ``length`` is the body's length in bytes if it is known."""
+    """Sends the response's head. ``length`` is the length of the body in bytes, if known."""
     fields = [(b"content-type", content_type)]
     if length is not None:
         fields.append((b"content-length", str(length).encode()))
@@ -83,49 +83,49 @@ async def answer(send: Send, payload: Any, *, status: int = 200) -> None:
 
 
 def clipped(words: str, *, length: int = 200) -> str:
-    """Returns the first ``length`` characters of a client's text, short enough for an error message."""
+    """Returns the first ``length`` characters of a client's text, for an error message."""
     return words if len(words) <= length else f"{words[:length]}…"
 
 
 def error_payload(status: int, message: str) -> dict[str, Any]:
-    """Returns the JSON body of a refusal, in SGLang's shape."""
+    """Returns the JSON body of an error response, in SGLang's format."""
     return {"error": {"message": message, "code": status}}
 
 
 MAX_CONNECTIONS = 1024
-KEPT_FREE = 64  # connections that requests in progress never take
-OTHER_FILES = 128  # files and sockets of the process in addition to its connections
+KEPT_FREE = 64  # connections that are kept free of requests in progress
+OTHER_FILES = 128  # maximum files and sockets of the process, without its connections
 HEAD_BYTES = 32 << 10  # maximum size of a request line and headers
-PIPELINED = 16  # requests that a client may send before the first response
+PIPELINED = 16  # maximum requests that a client may send before the first response
 SWEEP_S = 1.0
-HEAD_SWEEPS = 10  # sweeps in which a request's head must arrive
-BODY_SWEEPS = 30  # sweeps after which a body must have arrived at BODY_RATE
+HEAD_SWEEPS = 10  # sweeps within which a request's head must arrive
+BODY_SWEEPS = 30  # sweeps after which a body's average rate must be at least BODY_RATE
 BODY_RATE = 64 << 10  # bytes per sweep
 STRANGER_SWEEPS = 60  # sweeps for which a client that never sent the token may be idle
 WRITE_SWEEPS = 60  # sweeps within which a client must read some of the written bytes
-KEEP_ALIVE = {  # with these, the kernel detects a client's lost machine or network
+KEEP_ALIVE = {  # socket options: the kernel detects the loss of a client's machine or network
     socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
     socket.TCP_KEEPINTVL: 10,  # seconds between probes
     socket.TCP_KEEPCNT: 3,  # probes without an answer
-    socket.TCP_USER_TIMEOUT: 90_000,  # milliseconds for which data may stay unacknowledged
+    socket.TCP_USER_TIMEOUT: 90_000,  # maximum milliseconds without an acknowledgement of sent data
 }
-LINGER_SWEEPS = 3  # sweeps for which a refused client may keep sending; an immediate close may lose the response
+LINGER_SWEEPS = 3  # sweeps for which a refused client may still send; an immediate close could lose the response
 
 
 class Connection(HttpToolsProtocol):
     """Adds the limits of this module to uvicorn's protocol class.
 
-    The ASGI scope of a request holds its connection as ``connection``.
+    The ASGI scope of a request contains its connection as ``connection``.
     """
 
     def __init__(self, connections: OpenConnections, **options: Any) -> None:
         super().__init__(**options)
         self.knows_token = False
         self._connections = connections
-        self._in_head = False  # whether a request's head is still arriving
-        self._receiving = False  # whether a request's head or body is still arriving
-        self._unparsed = 0  # bytes since the parser last reported something other than a header
-        self._received = 0  # bytes of the request
+        self._in_head = False  # True while a request's head arrives
+        self._receiving = False  # True while a request's head or body arrives
+        self._unparsed = 0  # bytes since the parser's last event other than a header
+        self._received = 0  # received bytes of the request
         self._unread = 0  # bytes that the client had not read at the last sweep
         self._quiet_sweeps = self._receiving_sweeps = self._stuck_sweeps = self._refused_sweeps = 0
         self._refused = False
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts and parses the received bytes; refuses a head that is too large."""
+        """Counts and parses received bytes; refuses a request with too large a head."""
         if self._refused:
             return
         self._quiet_sweeps = 0
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses bytes that the parser cannot read, in this module's form instead of uvicorn's."""
+        """Refuses bytes that the parser cannot read, with an error of this module's format."""
         if self._unparsed > HEAD_BYTES:
             self._refuse_head()
         else:
@@ -174,9 +174,9 @@ class Connection(HttpToolsProtocol):
         self._receiving_sweeps = self._received = self._unparsed = 0
 
     def on_headers_complete(self) -> None:
-        """Checks the size of the head; the body, if there is one, follows."""
+        """Checks the size of the head. The body may follow."""
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
-            self._unparsed = HEAD_BYTES + 1  # the head arrived in one piece
+            self._unparsed = HEAD_BYTES + 1  # makes `send_400_response` refuse the head
             raise ValueError("the head is too large")  # ends in `send_400_response`
         self._unparsed = 0
         super().on_headers_complete()
@@ -187,12 +187,12 @@ class Connection(HttpToolsProtocol):
         self._unparsed = 0
 
     def on_body(self, body: bytes) -> None:
-        """Passes on a part of the body."""
+        """Passes a part of the body to the application."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends the limits on the arrival of the request."""
+        """Ends the time limits on the request, which has arrived completely."""
         self._receiving, self._unparsed = False, 0
         super().on_message_complete()
 
@@ -203,12 +203,12 @@ class Connection(HttpToolsProtocol):
 
     # -- limits -------------------------------------------------------------------------------------------------------
     def showed_token(self) -> bool:
-        """Protects the request in progress from replacement; returns False if too many requests are protected."""
+        """Protects the request in progress from replacement. Returns False if too many requests are protected."""
         self.knows_token = True
         return self._connections.protect(self)
 
     def has_hung_up(self) -> bool:
-        """Returns whether the client has closed the connection, even if the event loop has not read that yet."""
+        """Returns whether the client has closed the connection, also before the event loop detects the close."""
         if self.transport.is_closing():
             return True
         arrived = select.poll()
@@ -216,7 +216,7 @@ class Connection(HttpToolsProtocol):
         return bool(arrived.poll(0))
 
     def sweep(self) -> None:
-        """Closes the connection if it is too slow."""
+        """Closes the connection if its client is too slow."""
         unread = self.transport.get_write_buffer_size()
         self._stuck_sweeps = self._stuck_sweeps + 1 if unread and unread >= self._unread else 0
         self._unread = unread
@@ -246,7 +246,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Sends an error, unless another response has begun, and closes the connection."""
+        """Sends an error, if no other response has begun, and closes the connection."""
         if self._refused or self.transport.is_closing():
             return
         in_body = self._receiving and not self._in_head
@@ -261,19 +261,19 @@ class Connection(HttpToolsProtocol):
 
 
 class OpenConnections:
-    """Holds the open connections, ``limit`` at most."""
+    """Tracks the open connections, at most ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._strangers: dict[Connection, None] = {}  # never sent the token; the longest idle connection comes first
-        self._waiting: dict[Connection, None] = {}  # sent the token, no request in progress; the longest idle first
-        self._protected: set[Connection] = set()  # sent the token, with a request in progress
+        self._strangers: dict[Connection, None] = {}  # connections that never sent the token, longest idle first
+        self._waiting: dict[Connection, None] = {}  # connections with the token, without a request, longest idle first
+        self._protected: set[Connection] = set()  # connections with the token and a request in progress
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._waiting) + len(self._protected)
 
     def add(self, connection: Connection) -> None:
-        """Adds a new connection; closes the longest idle connection if there are ``limit`` already."""
+        """Adds a new connection. At the limit, closes the connection that has been idle for longest."""
         if len(self) >= self._limit:
             quietest = next(iter(self._strangers or self._waiting))
             self.remove(quietest)
@@ -287,14 +287,14 @@ class OpenConnections:
         self._protected.discard(connection)
 
     def received(self, connection: Connection) -> None:
-        """Records that the connection has sent bytes, so that it is the most recently active connection."""
+        """Records that the connection is the most recently active connection, because it sent bytes."""
         for connections in (self._strangers, self._waiting):
             if connection in connections:
                 del connections[connection]
                 connections[connection] = None
 
     def protect(self, connection: Connection) -> bool:
-        """Protects the connection until its request is answered; returns False if too many are protected already."""
+        """Protects the connection until its request is answered. Returns False if too many are protected already."""
         if connection.transport.is_closing():
             return True
         if connection not in self._protected and len(self._protected) >= self._limit - KEPT_FREE:
@@ -310,7 +310,7 @@ class OpenConnections:
             self._waiting[connection] = None
 
     async def sweep(self) -> None:
-        """Sweeps all connections once a second and never returns."""
+        """Sweeps all connections once a second, forever."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for connection in [*self._strangers, *self._waiting, *self._protected]:
@@ -318,7 +318,7 @@ class OpenConnections:
 
 
 def connection_limit() -> int:
-    """Returns how many connections this process can have; raises its limit of open files if it is allowed to."""
+    """Returns how many connections this process can have. Raises the process's limit of open files if permitted."""
     reserved = BACKLOG + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + reserved

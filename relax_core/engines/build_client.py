@@ -26,10 +26,10 @@ def build_client(
 ) -> EngineClient:
     """Returns a client of the engine at ``url``.
 
-    ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
-    the run starts. External engines (``attached`` or ``engine.urls``) use ``engine.token_file``, or need no token.
-    ``media_folder`` holds the media items of prompts; external engines cannot read it. ``weights_folder`` holds the
-    versions that the run publishes.
+    ``model_folder`` is the folder of the served model. ``token_file`` contains the token of engines that the run
+    starts. External engines (``attached`` or ``engine.urls``) use the token in ``engine.token_file``, or no token.
+    ``media_folder`` contains the media items of prompts; external engines cannot read it. ``weights_folder`` contains
+    the published weight versions.
     """
     attached = attached or bool(engine.urls)
     if attached:
@@ -67,5 +67,5 @@ def build_client(
 
 
 def _vocab_size(model_folder: Path) -> int | None:
-    """Returns the size of the model's vocabulary, None for a folder that is not on this machine."""
+    """Returns the size of the model's vocabulary; None if the folder is not on this machine."""
     return int(language_values(read_hf_config(model_folder))["vocab_size"]) if has_hf_config(model_folder) else None

@@ -1,16 +1,16 @@
-"""Distributes prompts over several engines, and re-requests samples after an engine's failure or an abort.
+"""Distributes prompts over several engines, and requests samples again after an abort or an engine's failure.
 
-**Routing.** A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that
-has the keys and values of the previous turns, unless that engine's load is higher by more than this turn. The choice
-never changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends on the
-samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time. It also ignores
-prefixes from older weights, because engines have dropped them and a resumed run does not know them.
+**Routing.** All samples of a group go to one engine, which prefills the prompt once. The next turn of an episode goes
+to the engine that has cached the previous turns, unless this engine's load exceeds the lightest load by more than the
+cost of the turn. The choice of engine does not change tokens, because each sample has its own seed. It may change the
+rounding of log-probs, which depends on the other samples in the batch. For reproducible runs, `Router` with ``by_load``
+false uses no input that depends on time. It also ignores prefixes that older weights computed: engines have dropped
+these prefixes, and a resumed run does not know them.
 
-**Monitoring.** While several engines have prompts, or an engine is down, a loop over the pool's table of checks polls
-the engines' health, loads and weight versions (`relax_core/contracts/monitor.py`).
+**Monitoring.** A monitor (`relax_core/contracts/monitor.py`) polls the health, load and weight version of each engine.
+It runs while an engine is down, or while several engines exist and prompts are open.
 
-An `OpenPrompt` tracks a prompt in the pool: its finished samples, its requested samples, and the tokens of its partial
-samples.
+An `OpenPrompt` tracks a prompt in the pool: finished samples, requested samples, and the tokens of partial samples.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ OnEnd = Callable[[StreamEnd], None]
 FetchMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
 FRUITLESS_ASKS = 5  # the run fails after this many consecutive unrequested aborts of a sample without a new token
-PROBE_S = 0.1  # seconds between two passes of the monitor, and two probes of an engine that is down
-LOAD_POLL_S = 1.0  # seconds between two polls of the engines' load
+PROBE_S = 0.1  # seconds between passes of the monitor, and between probes of a down engine
+LOAD_POLL_S = 1.0  # seconds between polls of the engines' loads
 
 
 def engine_name(engine: int) -> str:
@@ -71,11 +71,12 @@ def engine_name(engine: int) -> str:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PromptBatch:
-    """Holds the state of one `generate`.
+    """Holds the state of one call of `generate`.
 
-    ``events`` gets each complete prompt, None for a cancelled prompt, and an error that ends the call. ``again`` holds
-    prompts to request again: all their samples have been returned, some of them aborted. ``silent_since`` maps an
-    engine to the time when it was first lost, if it has returned no response since.
+    ``left`` is the number of open prompts. ``events`` gets each complete prompt, None for each cancelled prompt, and an
+    exception that ends the call. ``again`` has the prompts to request again, because all requested samples have
+    returned and some were aborted. ``silent_since`` maps an engine to the time of its first loss since its last
+    response.
     """
 
     params: SamplingParams
@@ -88,7 +89,7 @@ class _PromptBatch:
     silent_since: dict[int, float] = field(default_factory=dict)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs ``work`` as a task of this call; its exception goes to ``events``."""
+        """Runs ``work`` as a task of this call. An exception of ``work`` goes to ``events``."""
         task = asyncio.create_task(self._guarded(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -102,7 +103,7 @@ class _PromptBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ask:
-    """Holds one request in progress at one engine, read by ``task``; for ``tickets`` see `OpenPrompt.ask`."""
+    """Describes a request in progress at one engine. ``task`` reads the responses. For ``tickets`` see `OpenPrompt`."""
 
     prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]
@@ -110,17 +111,17 @@ class _Ask:
 
 
 class EnginePool:
-    """Distributes prompts over engines, at first engines 0 to ``count`` - 1; `change_engines` replaces the set.
+    """Distributes prompts over engines. Starts with engines 0 to ``count`` - 1; `change_engines` replaces them.
 
-    ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
-    failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is the longest time without an
-    answer from any engine. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until
-    it does, and its open samples are requested from the others. For ``by_load`` see `Router`; for ``max_lag`` and
-    ``lag_s`` see `EngineStates`. ``fetch_media(engine, client, requests)`` returns when the engine has the media of
-    requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
-    for a media item in tokens; None if it has no towers. ``on_malformed(engine, why)`` is called if a reply violates
-    the protocol, so that the engine is restarted. ``waiting`` records each wait for responses. All methods belong to
-    one event loop. The choice of engine never changes a prompt's tokens.
+    ``client_for(engine, anew)`` returns the client of an engine, and may wait while the engine starts. ``anew`` is True
+    after a failure: the function then looks up the engine's address again. ``timeout_s`` is the maximum time without an
+    answer from any engine. ``silent_s``: if one of several engines does not answer for this time, its open samples are
+    requested from other engines, and it gets no prompts until it answers again. For ``by_load`` see `Router`; for
+    ``max_lag`` and ``lag_s`` see `EngineStates`. ``fetch_media(engine, client, requests)`` returns when the engine has
+    the media of the requests; it is None if engines always have the media. ``item_work`` returns the work of the
+    model's towers for a media item, in tokens; it is None if the model has no towers. ``on_malformed(engine, why)`` is
+    called after a reply that violates the protocol, and restarts the engine. ``waiting`` records each wait for
+    responses. All methods belong to one event loop. The choice of engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -157,11 +158,11 @@ class EnginePool:
                 Check(name="engines with old weights", every_s=often_s, look=self._relieve_stragglers),
             ]
         )
-        self._watching: asyncio.Task[None] | None = None  # the loop of the monitor
-        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}  # by kind and engine: checks in progress
+        self._watching: asyncio.Task[None] | None = None  # task that runs the monitor
+        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}  # (kind, engine) → check in progress
         self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
-        self._logged: set[int] = set()  # stragglers that a log line has named
+        self._logged: set[int] = set()  # stragglers that were logged
 
     async def generate(
         self,
@@ -174,10 +175,11 @@ class EnginePool:
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         """Yields (prompt index, its ``params.n`` responses) as soon as all responses to the prompt are finished.
 
-        Cancelled prompts (`cancel`) are left out. ``places[i]`` chooses among engines that are equally loaded. If an
-        engine fails, its open samples are requested from another engine, or from the same engine once it answers again;
-        finished samples are kept. An aborted sample continues from its prefix. ``on_end`` gets the times that each
-        engine reports. ``on_tokens`` gets tokens while they are sampled; it may miss the last tokens of a response.
+        Cancelled prompts (`cancel`) are left out. ``places[i]`` breaks the tie between equally loaded engines for
+        prompt i. If an engine fails, finished samples are kept, and open samples are requested from another engine, or
+        from the same engine as soon as it answers again. An aborted sample continues from its prefix. ``on_end`` gets
+        the times that each engine reports. ``on_tokens`` gets tokens while they are sampled; the last tokens of a
+        response may be missing.
         """
         prompt_batch = _PromptBatch(params=params, on_end=on_end, on_tokens=on_tokens, left=len(prompts))
         opened = [
@@ -217,7 +219,7 @@ class EnginePool:
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def _send(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
-        """Chooses an engine for each prompt and sends each chosen engine one request."""
+        """Chooses an engine for each prompt, and sends one request to each chosen engine."""
         usable = self._engines.usable()
         if not usable:
             prompt_batch.start(self._send_when_usable(prompt_batch, prompts))
@@ -235,15 +237,15 @@ class EnginePool:
         self._send(prompt_batch, prompts)
 
     async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
-        """Sends one request to one engine; unfinished samples are requested again."""
-        if not self._engines.takes_prompts(engine):  # the engines have changed since it was chosen
+        """Sends one request to one engine and records its responses. Unfinished samples are requested again."""
+        if not self._engines.takes_prompts(engine):  # the engines have changed since this engine was chosen
             self._send(prompt_batch, prompts)
             return
         requests: list[PromptRequest] = []
         owners: list[OpenPrompt] = []
         tickets: dict[OpenPrompt, int] = {}
         for prompt in prompts:
-            if prompt.closed:  # it was cancelled before the request was sent
+            if prompt.closed:  # cancelled before the request was sent
                 continue
             asked = prompt.ask(engine)
             requests += asked
@@ -277,7 +279,7 @@ class EnginePool:
             self._asks[engine].discard(ask)
 
     async def _ask_others(self, ask: _Ask, engine: int, error: EngineUnreachable) -> None:
-        """Requests the samples of a request from other engines, because its engine does not answer."""
+        """Requests the open samples of a request from other engines, because the request's engine does not answer."""
         self._record_loss(ask.prompt_batch, engine, error)
         owed = [prompt for prompt, ticket in ask.tickets.items() if prompt.owed_by(ticket)]
         for prompt in owed:
@@ -286,7 +288,7 @@ class EnginePool:
             self._send(ask.prompt_batch, owed)
 
     def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
-        """Marks the engine as down and moves its samples; closed connections make it abort them."""
+        """Marks the engine as down and moves its samples. The closed connections make the engine abort the samples."""
         self._lose_engine(engine, error)
         for ask in self._asks.pop(engine, set()):
             ask.task.cancel()
@@ -295,8 +297,8 @@ class EnginePool:
     def _record_loss(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
         """Records that the engine does not answer.
 
-        Raises EngineUnreachable if the engine has returned no response for ``timeout_s`` seconds since its first loss,
-        and all usable engines have been lost too and have returned no response since.
+        Raises EngineUnreachable if the engine has not returned a response for ``timeout_s`` seconds since its first
+        loss, and all usable engines were also lost and have not returned a response since.
         """
         log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
         self._lose_engine(engine, error)
@@ -319,7 +321,7 @@ class EnginePool:
         if prompt.fruitless.get(generated.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
                 f"{engine_name(engine)} aborted sample {generated.sample} of prompt "
-                f"{prompt.request.rid}, which came back "
+                f"{prompt.request.rid}, which returned "
                 f"without a new token {FRUITLESS_ASKS} times in a row. The run did not request this: see the engine's "
                 "log"
             )
@@ -333,7 +335,7 @@ class EnginePool:
                 prompt_batch.start(self._send_again(prompt_batch))
 
     async def _send_again(self, prompt_batch: _PromptBatch) -> None:
-        await asyncio.sleep(0)  # prompts that came back in one read are sent in one request
+        await asyncio.sleep(0)  # combines prompts that returned in the same read into one request
         prompts, prompt_batch.again = prompt_batch.again, []
         self._send(prompt_batch, prompts)
 
@@ -343,7 +345,7 @@ class EnginePool:
 
     # -- aborting -----------------------------------------------------------------------------------------------------
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
-        """Aborts these prompts' open samples, which continue from their prefixes under ``min_version`` or newer."""
+        """Aborts the open samples of prompts. They continue from their prefixes under ``min_version`` or newer."""
         chosen = [self._open[rid][0] for rid in rids if rid in self._open]
         for prompt in chosen:
             newest = max(prompt.request.min_version, min_version)
@@ -352,7 +354,7 @@ class EnginePool:
         await self._abort(owed_rids(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:
-        """Cancels these prompts; their calls of `generate` continue without them, and the engines abort them."""
+        """Cancels prompts. The engines abort their samples, and `generate` continues without them."""
         chosen = [self._open[rid] for rid in rids if rid in self._open]
         owed = owed_rids([prompt for prompt, _ in chosen])
         for prompt, prompt_batch in chosen:
@@ -365,17 +367,17 @@ class EnginePool:
         for engine, rids in owed.items():
             try:
                 client = await self._client_for(engine, False)
-            except EngineUnreachable:  # the request that waits for it fails too and is sent to another engine
+            except EngineUnreachable:  # the request that waits for this engine also fails and is sent to another engine
                 continue
             calls[engine_name(engine)] = partial(_abort_each, client, rids)
         aborting = asyncio.ensure_future(asyncio.to_thread(fan_out, calls))
         aborting.add_done_callback(log_failures)
-        await asyncio.wait([aborting], timeout=self._silent_s)  # a silent engine's call may end later
+        await asyncio.wait([aborting], timeout=self._silent_s)  # the call to a silent engine may end later
         if aborting.done():
             aborting.result()
 
     async def forget_prefixes(self) -> None:
-        """Makes every engine drop its cached keys and values of finished prompts; no prompt may be in progress."""
+        """Makes all engines drop cached keys and values of finished prompts. No prompt may be in progress."""
         calls = {}
         for engine in self._engines.usable():
             calls[engine_name(engine)] = (await self._client_for(engine, False)).flush_cache
@@ -388,9 +390,9 @@ class EnginePool:
     ) -> None:
         """Sets the engines that get prompts, and the engines that only finish their open samples.
 
-        ``serving`` get prompts. ``leaving`` get no new prompts; those also in ``moved`` abort their open samples, and
-        other engines continue these from their prefixes. Any other engine has left, and its open samples are requested
-        from others.
+        ``serving`` engines get prompts. ``leaving`` engines get no new prompts. ``moved`` is a part of ``leaving``:
+        these engines abort their open samples, which other engines continue from the prefixes. All other engines have
+        left, and their open samples are requested from the remaining engines.
         """
         gone = set(self._engines.all) - {*serving, *leaving}
         self._router.change_engines(serving, leaving=leaving)
@@ -403,12 +405,12 @@ class EnginePool:
             await self.abort(held, min_version=0)
 
     def open_samples(self, engine: int) -> int:
-        """Returns how many samples the engine still has to return."""
+        """Returns the number of requested samples that the engine has not returned yet."""
         return sum(len(prompt.asked) for prompt, _ in self._open.values() if prompt.engine == engine)
 
     # -- the monitor of the engines -----------------------------------------------------------------------------------
     def _keep_watch(self) -> None:
-        """Starts the monitor's loop, if there is an engine to watch and the loop does not run."""
+        """Starts the monitor if there is an engine to watch and the monitor does not run."""
         if self._is_watched() and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self._watch())
 
@@ -423,9 +425,9 @@ class EnginePool:
             self._monitor.tick()
 
     def _ask_each(self, kind: str, engines: Iterable[int], look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Starts a check of each engine, unless its last check of this kind has not ended.
+        """Starts a check of each engine without a running check of this kind.
 
-        A check holds a connection or a thread, which other calls need.
+        Running checks are limited, because each check uses a connection or a thread that other calls need.
         """
         for key in [(kind, engine) for engine in engines]:
             if key not in self._looks:
@@ -445,7 +447,7 @@ class EnginePool:
 
     async def _probe(self, engine: int) -> None:
         loss = self._engines.down.get(engine)
-        if loss is None:  # it has left since
+        if loss is None:  # the engine has left since
             return
         try:
             client = await self._client_for(engine, True)
@@ -461,7 +463,7 @@ class EnginePool:
             self._engines.answers(engine, loss)
 
     def _ping_all(self) -> None:
-        """Checks that each engine still answers, if there are several."""
+        """Checks that each engine still answers, if the pool has several engines."""
         if len(self._engines.all) > 1:
             self._ask_each("ping", self._engines.up(), self._ping)
 
@@ -470,13 +472,13 @@ class EnginePool:
             client = await self._client_for(engine, False)
             try:
                 await client.answers(timeout_s=self._silent_s / 2)
-            except EngineUnreachable:  # perhaps this process itself was stopped, and the answer has arrived since
+            except EngineUnreachable:  # this process itself may have been stopped: tries again
                 await client.answers(timeout_s=self._silent_s / 2)
         except EngineUnreachable as error:
             self._fell_silent(engine, error)
 
     def _poll_loads(self) -> None:
-        """Reads the load and the weight version of each engine, if there are several."""
+        """Reads the load and the weight version of each engine, if the pool has several engines."""
         if len(self._engines.all) > 1:
             self._ask_each("load", self._engines.up(), self._poll_load)
 
@@ -485,9 +487,9 @@ class EnginePool:
             client = await self._client_for(engine, False)
             ours = self.open_samples(engine)
             loads = await asyncio.to_thread(client.loads)
-            ours = max(ours, self.open_samples(engine))  # samples may have begun or ended since the engine counted them
+            ours = max(ours, self.open_samples(engine))  # samples may have begun or ended since the engine counted
             version = str((await asyncio.to_thread(client.model_info))["weight_version"])
-        except EngineError as error:  # the next /generate to this engine reports the failure
+        except EngineError as error:  # the next /generate to this engine handles the failure
             log.debug("%s", error)
             return
         if version.isdecimal():
@@ -495,7 +497,7 @@ class EnginePool:
         self._record_other_load(engine, max(0, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]) - ours))
 
     def _relieve_stragglers(self) -> None:
-        """Logs new stragglers, and moves their open prompts to other engines."""
+        """Logs new stragglers and moves their open prompts to other engines."""
         stragglers = set(self._engines.stragglers())
         for engine in stragglers - self._logged:
             log.warning("%s", self._engines.lag_message(engine))
@@ -508,7 +510,7 @@ class EnginePool:
         self._logged = stragglers
 
     def _record_other_load(self, engine: int, foreign_samples: int) -> None:
-        """Records the engine's number of samples of other clients, at the mean cost of the pool's samples."""
+        """Records the load of other clients' samples in an engine, with the mean cost of the pool's samples."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
@@ -521,7 +523,7 @@ def _token_callback(
     owners: Sequence[OpenPrompt],
     tickets: Mapping[OpenPrompt, int],
 ) -> OnTokens:
-    """Returns a callback that maps the tokens of a request in progress to the prompts of the pool."""
+    """Returns a callback that assigns the tokens of a request in progress to the pool's prompts."""
 
     def tell(number: int, sample: int, start: int, ids: Sequence[int]) -> None:
         prompt = owners[number]
@@ -537,10 +539,9 @@ def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:
 
 
 def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, block: int) -> list[int]:
-    """Returns one hash for each whole block of ``block`` tokens; each hash covers all tokens up to the block's end.
+    """Returns one hash for each complete block of ``block`` tokens. A hash covers all tokens up to its block's end.
 
-    The hash also covers the digests of the media items at these tokens, because different items may have equal token
-    ids.
+    A hash also covers the digests of media items at these tokens, because different items may have equal token ids.
     """
     blocks: list[int] = []
     before = 0
@@ -552,27 +553,27 @@ def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, bloc
     return blocks
 
 
-PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
+PREFIX_BLOCK = 64  # tokens per block; prefixes are compared block by block
 LONG_PREFIX = 64  # tokens; a shorter common prefix is ignored, because its prefill is fast
-KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engine
+KNOWN_BLOCKS = 1 << 16  # number of recent prefix blocks that are remembered for each engine
 
 
 class Router:
-    """Chooses engines for prompts, at first among engines 0 to ``count`` - 1.
+    """Chooses an engine for each prompt. Starts with engines 0 to ``count`` - 1.
 
-    With ``by_load``, new prompts go to the engine with the fewest outstanding tokens, so that a slow or busy engine
-    gets fewer. Without it, only the prompts that are routed together are spread evenly.
+    With ``by_load``, new prompts go to the engine with the fewest outstanding tokens: slow or busy engines get fewer
+    prompts. Without ``by_load``, the prompts of one call are spread evenly, independent of earlier calls.
     """
 
     def __init__(self, count: int, *, by_load: bool) -> None:
-        self._place = {engine: engine for engine in range(count)}  # engine → its place among the engines
+        self._place = {engine: engine for engine in range(count)}  # engine → its position among the engines
         self._by_load = by_load
-        self._outstanding: defaultdict[int, float] = defaultdict(float)  # tokens that this pool has requested
-        self._others: defaultdict[int, float] = defaultdict(float)  # tokens of other clients, as the engine reports
+        self._outstanding: defaultdict[int, float] = defaultdict(float)  # outstanding tokens of this pool
+        self._others: defaultdict[int, float] = defaultdict(float)  # outstanding tokens of other clients
         self._blocks: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def change_engines(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
-        """Sets the engines that may be chosen, and forgets all others except those in ``leaving``."""
+        """Sets the engines to choose from. Forgets all other engines except the engines in ``leaving``."""
         self._place = {engine: place for place, engine in enumerate(sorted(engines))}
         known: dict[int, Any]
         for known in (self._outstanding, self._others, self._blocks):
@@ -580,7 +581,7 @@ class Router:
                 del known[engine]
 
     def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
-        """Returns one of the ``usable`` engines for each prompt; call `add_load` for each request that is then sent."""
+        """Returns one of the ``usable`` engines for each prompt. Call `add_load` for each request that is sent."""
         if len(usable) == 1:
             return list(usable) * len(prompts)
         loads = {engine: self._load(engine) for engine in usable}
@@ -612,7 +613,7 @@ class Router:
         return engine
 
     def _known(self, engine: int, blocks: Sequence[int]) -> int:
-        """Returns the number of the prompt's leading blocks that the engine has seen."""
+        """Returns how many leading blocks of the prompt the engine has already processed."""
         seen = self._blocks[engine]
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
@@ -625,43 +626,43 @@ class Router:
             seen.popitem(last=False)
 
     def remember_prefix(self, engine: int, prompt: OpenPrompt) -> None:
-        """Records a prompt and its one response as a prefix that the engine knows, for an episode's next turn."""
+        """Records prompt and response (n = 1 only) as a cached prefix of the engine, for the episode's next turn."""
         if len(self._place) > 1 and prompt.n == 1 and engine in self._place:
             token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
             self._remember(engine, self._named(prompt, token_ids))
 
     def _named(self, prompt: OpenPrompt, token_ids: Sequence[int]) -> list[int]:
-        """Returns the hashes of a sequence's blocks; without ``by_load`` they hold for one weight version."""
+        """Returns the hashes of a sequence's blocks. Without ``by_load``, the hashes also cover the weight version."""
         blocks = prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK)
         return blocks if self._by_load else [hash((prompt.request.min_version, block)) for block in blocks]
 
     # -- the engines' load --------------------------------------------------------------------------------------------
     def add_load(self, engine: int, tokens: float) -> None:
-        """Adds tokens that were requested from the engine."""
+        """Adds requested tokens to the engine's load."""
         self._outstanding[engine] += tokens
 
     def subtract_load(self, engine: int, tokens: float) -> None:
-        """Subtracts tokens that the engine has returned or lost."""
-        if engine in self._outstanding:  # an engine that has left is forgotten
+        """Subtracts returned or lost tokens from the engine's load."""
+        if engine in self._outstanding:  # false for an engine that has left
             self._outstanding[engine] -= tokens
 
     def others(self, engine: int, tokens: float) -> None:
-        """Sets the number of tokens that other clients have requested from the engine."""
+        """Sets the load of other clients in the engine, in tokens."""
         if engine in self._place:
             self._others[engine] = tokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenPrompt:
-    """Holds one prompt with its ``n`` samples.
+    """Tracks one prompt and its ``n`` samples.
 
-    ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
-    count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt and of
-    the towers' work for the prompt's media, in tokens. ``done`` holds the finished samples, ``partial`` the tokens so
-    far of aborted samples, and ``asked`` the samples that ``engine`` still has to return. ``ticket`` counts the calls
-    of `ask`; responses to a request with an older ticket are ignored. ``excused`` is True if the pool itself requested
-    that the engine aborts these samples. ``fruitless`` maps a sample to its number of consecutive aborts without a new
-    token that the pool did not request. ``closed`` is True once the prompt is complete or cancelled.
+    ``index`` is the prompt's index in the prompt batch. ``tie`` breaks ties between equally loaded engines: engine
+    ``tie % count`` is preferred. ``cost`` is the maximum cost of one sample in tokens: its new tokens, and its share of
+    the prompt and of the towers' work for the prompt's media. ``done`` has the finished samples. ``partial`` has the
+    tokens so far of aborted samples. ``asked`` has the samples that ``engine`` has not returned yet. ``ticket`` counts
+    the calls of `ask`; responses to requests with an older ticket are ignored. ``excused`` is True if the pool has
+    requested an abort of the samples. ``fruitless`` maps a sample to its number of consecutive aborts without a new
+    token, not counting aborts that the pool requested. ``closed`` is True when the prompt is complete or cancelled.
     """
 
     index: int
@@ -680,19 +681,19 @@ class OpenPrompt:
 
     @property
     def missing(self) -> int:
-        """Returns the number of samples that are not finished."""
+        """Returns the number of unfinished samples."""
         return self.n - len(self.done)
 
     @property
     def missing_cost(self) -> float:
-        """Returns the number of tokens that the missing samples may take."""
+        """Returns the maximum cost of the unfinished samples in tokens."""
         return self.cost * self.missing
 
     def ask(self, engine: int) -> list[PromptRequest]:
-        """Returns the requests for all missing samples, and records that ``engine`` has to return them.
+        """Returns the requests for all unfinished samples, and records that ``engine`` must return these samples.
 
-        Samples without a token share one request, so that they share a prefill. Each other sample has its own request,
-        which continues from its prefix.
+        Samples without a token share one request and one prefill. Each partial sample has a separate request, which
+        continues from the sample's prefix.
         """
         assert not self.asked
         missing = [sample for sample in range(self.n) if sample not in self.done]
@@ -718,11 +719,11 @@ class OpenPrompt:
         return requests
 
     def owed_by(self, ticket: int) -> bool:
-        """Returns whether the request with this ticket still has to return samples."""
+        """Returns whether the request with this ticket is current and has not returned all samples."""
         return ticket == self.ticket and bool(self.asked)
 
     def take(self, generated: Generated) -> None:
-        """Records a response: a finished sample, or the tokens so far of an aborted sample."""
+        """Records a response: a finished sample, or the tokens of an aborted sample."""
         self.asked.remove(generated.sample)
         before = self.partial.pop(generated.sample, None)
         whole = generated if before is None else joined(before, generated)
@@ -737,7 +738,7 @@ class OpenPrompt:
             self.fruitless[generated.sample] = self.fruitless.get(generated.sample, 0) + 1
 
     def lose(self) -> int:
-        """Records that the requested samples are missing again; returns their number."""
+        """Records that no engine has to return the requested samples any more; returns their number."""
         lost = len(self.asked)
         self.asked.clear()
         self.engine = None
@@ -749,12 +750,12 @@ class OpenPrompt:
 
 
 def prompt_cost(request: PromptRequest, item_work: Callable[[MediaItem], float]) -> float:
-    """Returns a prompt's prefill cost in tokens; ``item_work`` returns the towers' work for an item in tokens."""
+    """Returns the prefill cost of a prompt in tokens. ``item_work`` returns the towers' work for an item in tokens."""
     return len(request.input_ids) + sum(item_work(medium.item) for medium in request.media)
 
 
 def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
-    """Maps each engine to the rids of the prompts that it still has to answer."""
+    """Returns, for each engine, the rids of its prompts with unreturned samples."""
     owed: dict[int, list[str]] = {}
     for prompt in prompts:
         if prompt.engine is not None and prompt.asked:
@@ -763,7 +764,7 @@ def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
 
 
 def cut(generated: Generated, tokens: int) -> Generated:
-    """Returns the response's first ``tokens`` tokens as if it had ended there."""
+    """Returns the response, cut after its first ``tokens`` tokens."""
     experts = generated.response_experts
     return msgspec.structs.replace(
         generated,
@@ -778,7 +779,7 @@ def cut(generated: Generated, tokens: int) -> Generated:
 def joined(before: Generated, after: Generated) -> Generated:
     """Joins an aborted response and its continuation.
 
-    Tokens keep the log-probs, the kept sets and the weight versions that they were sampled with.
+    Each token keeps its log-prob, kept set and weight version from the time of sampling.
     """
     kept = [generated.kept for generated in (before, after) if generated.kept is not None]
     whole = msgspec.structs.replace(
@@ -794,12 +795,12 @@ def joined(before: Generated, after: Generated) -> Generated:
 
 
 def _with_joined_experts(whole: Generated, before: Generated, after: Generated) -> Generated:
-    """Returns ``whole``, the response joined from ``before`` and ``after``, with the experts of both.
+    """Adds experts to ``whole``, the response that was joined from ``before`` and ``after``.
 
-    Each token keeps the experts of its first pass through the model, because they belong to the log-probs that were
-    sampled. Tokens without experts get those from the end of ``after``'s prompt: the last token of ``before``, and
-    tokens for which the engine returned no experts. SGLang returns none if the prompt of an aborted request came from
-    its cache.
+    Each token keeps the experts of its first pass through the model, because its recorded log-prob belongs to these
+    experts. Tokens without such experts get their experts from the prompt of ``after``. These are the last token of
+    ``before``, and tokens without experts in the engine's reply: SGLang returns no experts if the prompt of an aborted
+    request came from its cache.
     """
     if after.prompt_experts is None or after.response_experts is None:  # not requested, or ``after`` never ran
         experts = before.prompt_experts, before.response_experts

@@ -1,4 +1,4 @@
-"""Starts, polls and stops an engine as a child process, which ends together with its owner."""
+"""Starts, polls and stops an engine as a child process, which ends when its parent ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from relax_core.engines.held_port import HeldPort
 from relax_core.engines.sglang import scratch as engine_scratch
 from relax_core.registry import find_engine
 
-KILLED_S = 10.0  # seconds within which a killed process ends, unless the kernel blocks it
+KILLED_S = 10.0  # maximum seconds until a killed process has ended, unless the kernel blocks it
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch(EngineStart):
-    """Holds the start settings of one engine process, and the log file for its output."""
+    """Holds the settings for the start of one engine process, and the log file for its output."""
 
     engine: EngineConfig
     log_file: Path
@@ -36,7 +36,7 @@ class EngineLaunch(EngineStart):
         return dict(find_engine(self.engine.name).environment(self))
 
     def new_scratch(self) -> Path | None:
-        """Creates a folder for the files of this process, or returns None if its kind of engine leaves no files."""
+        """Creates a folder for the engine's temporary files. Returns None if this kind of engine has no such files."""
         return engine_scratch.new_scratch() if find_engine(self.engine.name).scratch else None
 
 
@@ -49,7 +49,7 @@ class _Ready(msgspec.Struct):
 class EngineStartLost(EngineError):
     """Reports that an engine did not start.
 
-    ``code`` is its exit code, negative for a signal, and None if it was not ready in time.
+    ``code`` is the engine's exit code, negative for a signal; None if the engine was not ready in time.
     """
 
     def __init__(self, text: str, *, code: int | None) -> None:
@@ -58,9 +58,9 @@ class EngineStartLost(EngineError):
 
 
 class EngineProcess:
-    """Owns a running engine, which ends when its stdin is closed, so that it never outlives this process.
+    """Owns a running engine. The engine ends when its stdin is closed, so it never outlives this process.
 
-    ``held_port`` is its port if the engine serves from its owner's socket, else None.
+    ``held_port`` is the engine's port if the engine uses a listening socket of this process, else None.
     """
 
     def __init__(self, child: Child, ready: _Ready, scratch: Path | None, *, held_port: HeldPort | None) -> None:
@@ -73,11 +73,11 @@ class EngineProcess:
 
     @classmethod
     def start(cls, launch: EngineLaunch, *, held_port: HeldPort | None = None) -> EngineProcess:
-        """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
+        """Starts the engine and waits for its ready line, at most ``launch.engine.start_timeout_s`` seconds.
 
-        ``held_port`` comes from an earlier process that this process replaces; without it the port is ``launch.port``.
-        The engine's output is appended to the log. Raises `EngineStartLost` if the engine does not start; the log has
-        the cause. Raises EngineError if its port is taken.
+        ``held_port`` is the port of an earlier engine process that the new process replaces. Without ``held_port``, the
+        port is ``launch.port``. The engine's output is appended to the log. Raises `EngineStartLost` if the engine does
+        not start; the log shows the cause. Raises EngineError if the port is taken.
         """
         scratch = launch.new_scratch()
         with ExitStack() as undo:
@@ -104,9 +104,9 @@ class EngineProcess:
         return self._child.poll()
 
     def stop(self, *, timeout_s: float, keeps_port: bool = False) -> None:
-        """Ends the process by closing its stdin, after ``timeout_s`` seconds by SIGKILL, and removes its files.
+        """Closes the process's stdin, sends SIGKILL after ``timeout_s`` seconds, and removes the process's files.
 
-        Call it also if the process has ended by itself. With ``keeps_port`` the held port stays bound for another
+        Also call this if the process has ended by itself. With ``keeps_port`` the held port stays bound for another
         process.
         """
         _end(self._child, self._scratch, grace_s=timeout_s)
@@ -143,7 +143,7 @@ def _start(launch: EngineLaunch, scratch: Path | None) -> Child:
 
 
 def _end(child: Child, scratch: Path | None, *, grace_s: float) -> None:
-    """Ends the engine's processes, also those of its session that left its process group."""
+    """Ends all processes of the engine, including processes of its session outside its process group."""
     child.end(grace_s=grace_s)
     if scratch is not None:
         engine_scratch.end_session(child.pid, timeout_s=KILLED_S)

@@ -1,4 +1,4 @@
-"""Tracks the engines of a pool: which may get prompts, their request times, and the outcomes of calls to them."""
+"""Tracks which engines of a pool may get prompts, measures request times, and calls several engines at once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loss:
-    """Holds the loss of an engine that does not answer: its monotonic time, and the engine's newest error."""
+    """Describes the loss of an engine that does not answer: the monotonic time of the loss, and the newest error."""
 
     since: float
     error: EngineError
 
 
 class EngineStates:
-    """Tracks which engines of a pool may get prompts, at first engines 0 to ``count`` - 1.
+    """Tracks which engines of a pool may get prompts. Starts with engines 0 to ``count`` - 1.
 
-    An engine that is down gets no prompts. A straggler has been more than ``max_lag`` weight versions behind another
-    engine for more than ``lag_s`` seconds; it gets no prompts while another engine may. This class sends no requests;
-    the pool records its observations here.
+    An engine that is down gets no prompts. An engine is a straggler if it has been more than ``max_lag`` weight
+    versions behind another engine for more than ``lag_s`` seconds. A straggler gets no prompts while another engine may
+    get them. The class sends no requests: the pool records its observations here.
     """
 
     def __init__(self, count: int, *, max_lag: int, lag_s: float) -> None:
@@ -44,7 +44,7 @@ class EngineStates:
         self._lagging_since: dict[int, float] = {}
 
     def change(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
-        """Sets the pool's engines, of which those in ``leaving`` get no new prompts; forgets all others."""
+        """Sets the pool's engines and forgets all others. Engines in ``leaving`` get no new prompts."""
         assert set(engines) > set(leaving), "at least one engine gets prompts"
         self.all, self._leaving = sorted(engines), frozenset(leaving)
         known: dict[int, Any]
@@ -54,7 +54,7 @@ class EngineStates:
         self._note_usable()
 
     def takes_prompts(self, engine: int) -> bool:
-        """Returns whether the engine may get new prompts while it answers."""
+        """Returns whether the engine may get new prompts, if it is not down."""
         return engine in self.all and engine not in self._leaving
 
     def up(self) -> list[int]:
@@ -62,7 +62,7 @@ class EngineStates:
         return [engine for engine in self.all if engine not in self.down]
 
     def usable(self) -> list[int]:
-        """Returns the engines that may get prompts now; none while all are down."""
+        """Returns the engines that may get prompts now; the list is empty while all are down."""
         up, stragglers = [engine for engine in self.up() if engine not in self._leaving], self.stragglers()
         return [engine for engine in up if engine not in stragglers] or up
 
@@ -75,7 +75,7 @@ class EngineStates:
             self._note_usable()
 
     def answers(self, engine: int, loss: Loss) -> None:
-        """Records that the engine answers again after ``loss``; an engine that left and rejoined has another loss."""
+        """Records that the engine answers again after ``loss``; ignored if the engine has had another loss since."""
         if self.down.get(engine) is loss:
             del self.down[engine]
             self._note_usable()
@@ -87,10 +87,10 @@ class EngineStates:
             self._some_up.clear()
 
     async def wait_usable(self, *, timeout_s: float) -> None:
-        """Returns once an engine may get prompts.
+        """Waits until an engine may get prompts.
 
-        Raises EngineUnreachable with every engine's last error if no engine has answered for ``timeout_s`` seconds
-        since the last engine was lost.
+        Raises EngineUnreachable with the last error of every engine, if no engine answers for ``timeout_s`` seconds
+        after the last engine was lost.
         """
         while not self._some_up.is_set():
             left = max(loss.since for loss in self.down.values()) + timeout_s - time.monotonic()
@@ -121,7 +121,7 @@ class EngineStates:
         return [engine for engine, since in self._lagging_since.items() if since < limit]
 
     def lag_message(self, engine: int) -> str:
-        """Returns the log line about a straggler."""
+        """Returns the log message about a straggler."""
         return (
             f"engine {engine} serves weights {self._versions[engine]}, another engine {max(self._versions.values())}. "
             f"It has been more than {self._max_lag} versions behind for {self._lag_s:g} s and gets no prompts until it "
@@ -138,14 +138,14 @@ class _Span:
 
 
 class RequestTimes:
-    """Accumulates the times of the ended requests to each engine; it belongs to one event loop."""
+    """Accumulates the times of ended requests by engine. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self._spans: dict[str, _Span] = {}
 
     @contextmanager
     def of(self, engine: str, *, samples: int) -> Iterator[None]:
-        """Counts the block as one request to an engine for ``samples`` samples, also if it fails."""
+        """Counts the ``with`` block as one request to an engine for ``samples`` samples, even if it fails."""
         began_s = time.time()
         try:
             yield
@@ -157,11 +157,11 @@ class RequestTimes:
             span.samples += samples
 
     def take(self) -> dict[str, float]:
-        """Returns the metrics of each engine with requests that ended since the last call, as engine/NAME/METRIC.
+        """Returns metrics of the requests that ended since the last call, as engine/NAME/METRIC.
 
-        ``span_ms`` is the time from the start of the first of these requests to the end of the last request, and
-        ``lag_ms`` the time from that end until now. ``requests`` and ``samples`` are the numbers of requests and
-        requested samples.
+        ``span_ms`` is the time from the start of an engine's first request to the end of its last request. ``lag_ms``
+        is the time from this end until now. ``requests`` and ``samples`` are the numbers of requests and of requested
+        samples.
         """
         spans, self._spans = self._spans, {}
         now_s = time.time()
@@ -177,7 +177,7 @@ class RequestTimes:
 # -- one call to several engines at the same time ----------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class FanOut(Generic[T]):
-    """Holds a call's outcome: ``answers`` maps engines to answers, ``failures`` maps the others to errors."""
+    """Holds the outcome of a call: ``answers`` maps engines to results, ``failures`` maps failed engines to errors."""
 
     answers: dict[str, T]
     failures: dict[str, EngineError]
@@ -193,10 +193,10 @@ class FanOut(Generic[T]):
 
 
 def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
-    """Makes all calls, each in its own thread, and waits for all of them.
+    """Makes all calls in parallel threads, and waits for all of them.
 
-    The clients' own deadlines bound the wait. An EngineError is returned as that engine's failure; any other exception
-    is raised.
+    The deadlines of the clients limit the wait. An EngineError is returned in ``failures``; other exceptions are
+    raised.
     """
     if not calls:
         return FanOut(answers={}, failures={})
@@ -209,7 +209,7 @@ def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
 
 
 def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
-    """Logs which engines failed in an abort that has ended."""
+    """Logs the failures of an ended abort."""
     if not call.cancelled() and call.exception() is None and (message := call.result().describe()):
         log.warning("abort: %s", message)
 

@@ -1,4 +1,4 @@
-"""Holds the listening socket of a server process, so that its port never becomes free while the owner lives."""
+"""Keeps the listening socket of a server process open, so that its port stays bound while the owner process runs."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import struct
 import threading
 import time
 
-BACKLOG = 512  # connections that the kernel queues until they are accepted; all may arrive at the same time
-BUSY_S = 0.05  # pause before refusing again if the process has no descriptor left
-END_S = 5.0  # seconds within which `close` waits for the thread of the port
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset, and leaves no connection in TIME_WAIT
+BACKLOG = 512  # maximum connections that wait to be accepted; all clients may connect at the same time
+BUSY_S = 0.05  # pause before refusing again if the process has no free descriptor
+END_S = 5.0  # maximum seconds that `close` waits for the port's thread
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset and leaves no connection in TIME_WAIT
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """Returns a socket that listens on the port; 0 takes any free port. Raises OSError.
 
-    It listens at once. SO_REUSEADDR would let another user bind the port of a socket that does not listen yet.
+    The socket listens at once. With SO_REUSEADDR, another user could bind the port of a socket that does not listen
+    yet.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # Connections inherit it. asyncio does not set it for a listener from outside, and each response would wait 40 ms.
+    # Connections inherit TCP_NODELAY. asyncio does not set it for a given listener, and each response would wait 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def url_of(listener: socket.socket) -> str:
-    """Returns the URL of a listener with its numeric address.
+    """Returns the URL of a listener, with the numeric address.
 
-    A name such as localhost may also resolve to ::1, where another user may take the port.
+    A host name such as localhost may also resolve to ::1, where another user may bind the port.
     """
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def refuse_waiting(listener: socket.socket) -> None:
-    """Resets all connections that wait at the socket, as the kernel does on a port without a listener."""
+    """Resets all waiting connections of the socket, as the kernel does for a port without a listener."""
     listener.setblocking(False)
     while True:
         try:
@@ -51,26 +52,26 @@ def refuse_waiting(listener: socket.socket) -> None:
 
 
 class HeldPort:
-    """Owns the listening socket of successive child processes that serve from it.
+    """Owns the listening socket that successive child processes serve from.
 
-    While no process serves, every connection is reset at once. The kernel alone would accept connections that no
-    process answers, and a client would detect a dead server only at its deadline. ``descriptor`` is passed to the
-    child. Raises OSError if the port cannot be taken.
+    While no process serves, a thread resets every new connection. Otherwise the kernel would accept connections, and a
+    client would detect the dead server only at its deadline. ``descriptor`` is passed to the child. Raises OSError if
+    the port cannot be bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self._listener = listening_socket(host, port)
         self.descriptor = self._listener.fileno()
         self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()  # guards the fields below, and is held while connections are refused
+        self._lock = threading.Lock()  # guards the fields below; also held while connections are refused
         self._refuses, self._closed = True, False
-        self._next: int | None = None  # pidfd of the process that has begun to serve
+        self._next: int | None = None  # pidfd of a new process, to be read by `_watch`
         self._woken, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._watch, name=f"port-{self.port}", daemon=True)
         self._thread.start()
 
     def hand_over(self, pid: int) -> None:
-        """Leaves all new connections to the child ``pid`` until it ends; the child must not be reaped yet."""
+        """Leaves new connections to the child ``pid`` until the child ends. The child must not have been reaped."""
         with self._lock:
             if self._next is not None:
                 os.close(self._next)
@@ -123,5 +124,5 @@ class HeldPort:
     def _refuse(self) -> None:
         try:
             refuse_waiting(self._listener)
-        except OSError:  # the process has no free descriptor or memory; the connections wait
+        except OSError:  # no free descriptor or memory: the connections wait
             time.sleep(BUSY_S)

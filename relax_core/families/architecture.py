@@ -1,4 +1,4 @@
-"""The description of a decoder-only language model that trainer, embedded engine and memory plan share."""
+"""Defines the description of a decoder-only language model for trainer, embedded engine and memory plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PatchSettings:
     """Holds the settings that turn images and videos into patches and rows of one model.
 
     A patch has ``patch_size`` pixels in height and width and ``temporal_patch_size`` frames; ``merge_size`` times
-    ``merge_size`` patches become one row. A pixel enters the tower as (value - mean) / std with ``mean`` and ``std`` on
-    the scale of 0 to 255, one number for each colour. ``min_pixels`` and ``max_pixels`` bound an image after its
-    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together, or with ``frame_bounds``
-    each frame. ``positions_per_second`` is how far a second of a video moves the first rotary position; with None a
-    video has time stamps as text instead.
+    ``merge_size`` patches become one row. The tower's input for a pixel is (value - mean) / std; ``mean`` and ``std``
+    are on the scale of 0 to 255, one number for each colour. ``min_pixels`` and ``max_pixels`` bound the size of a
+    resized image. ``video_min_pixels`` and ``video_max_pixels`` bound the total size of a video's frames; if
+    ``frame_bounds`` is True, they bound each frame. ``positions_per_second`` is how far the first rotary position
+    advances in a second of video; if it is None, a video has time stamps as text.
     """
 
     patch_size: int
@@ -40,7 +40,7 @@ class PatchSettings:
     positions_per_second: float | None = None
 
     def alone(self) -> PatchSettings:
-        """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
+        """Returns these settings without the fields of subclasses, for a process that does not compute the tower."""
         return PatchSettings(**{field.name: getattr(self, field.name) for field in fields(PatchSettings)})
 
 
@@ -48,8 +48,8 @@ class PatchSettings:
 class VisionTower(PatchSettings):
     """Holds one model's vision tower.
 
-    ``config`` is the tower's part of config.json. ``deepstack_layers`` counts the tower's further outputs: output k is
-    added after layer k of the language model.
+    ``config`` is the tower's part of config.json. ``deepstack_layers`` is the number of the tower's further outputs;
+    output k is added after layer k of the language model.
     """
 
     vision: Vision
@@ -70,10 +70,9 @@ class VisionTower(PatchSettings):
 class AudioSettings:
     """Holds the settings that turn sounds into features and rows of one model.
 
-    A sound is one channel of ``sampling_rate`` samples a second. A frame of its features has ``mel_bins`` values, which
-    are computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower computes the
-    rows of each chunk of ``chunk_frames`` frames separately, and the rows of the remaining frames at the end
-    (`rows_of_frames`).
+    A sound is one channel of ``sampling_rate`` samples a second. A feature frame has ``mel_bins`` values, which are
+    computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower computes the rows
+    of each chunk of ``chunk_frames`` frames separately; the last chunk may be shorter (`rows_of_frames`).
     """
 
     sampling_rate: int
@@ -86,16 +85,16 @@ class AudioSettings:
     audio_end_token_id: int
 
     def alone(self) -> AudioSettings:
-        """Returns these settings without a subclass's fields, for a process that does not compute the tower."""
+        """Returns these settings without the fields of subclasses, for a process that does not compute the tower."""
         return AudioSettings(**{field.name: getattr(self, field.name) for field in fields(AudioSettings)})
 
     def rows_of_frames(self, frames: int) -> int:
-        """Returns the rows that ``frames`` frames become: three convolutions halve the frames of each chunk."""
+        """Returns the number of rows for ``frames`` frames: three convolutions halve the frames of each chunk."""
         chunks, rest = divmod(frames, self.chunk_frames)
         return chunks * _halved_thrice(self.chunk_frames) + _halved_thrice(rest)
 
     def frames_of_seconds(self, seconds: float) -> int:
-        """Returns the frames that a sound of ``seconds`` becomes, at most."""
+        """Returns the maximum number of feature frames of a sound of ``seconds`` seconds."""
         return -(-math.ceil(seconds * self.sampling_rate) // self.hop_length)
 
 
@@ -124,18 +123,18 @@ class AudioTower(AudioSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Holds one model of a family, with its sizes.
+    """Describes one model of a family, with its sizes.
 
-    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts; the layers
+    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. The layers
     ``delta_layers``, counted from 0, have a gated delta net in place of attention. ``family`` is config.json's
-    model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the query and key
-    heads are normalised; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation`` is the
-    gate's activation, a name in torch.nn.functional. ``experts`` is None for a dense model. ``prefix`` begins the names
-    of the language model's weights, and ``output_weight`` is the name of the output weight. ``vision`` is None for a
-    model without vision input, and ``audio`` for a model without audio input. ``expert_layout`` is the layout of the
-    folder. ``output_gate``, ``zero_centered`` and ``float32`` are explained at `relax_core.contracts.family.Family`;
-    ``float32`` has only the tensors that the folder stores in float32. Tensors with a name that begins with one of
-    ``copied_prefixes`` are not computed.
+    model_type. With ``qkv_bias`` the query, key and value projections add a bias. With ``qk_norm`` the query and key
+    heads are normalized. With ``tie_word_embeddings`` the embedding is also the output weight. ``activation`` is the
+    gate's activation, a name in torch.nn.functional. ``experts`` is None for a dense model. ``prefix`` is the start of
+    the language model's weight names, and ``output_weight`` is the name of the output weight. ``vision`` is None
+    without vision input, and ``audio`` is None without audio input. ``expert_layout`` is the layout of the folder.
+    `relax_core.contracts.family.Family` explains ``output_gate``, ``zero_centered`` and ``float32``; here ``float32``
+    has only the tensors that the folder stores in float32. The model does not use tensors with a name that begins with
+    one of ``copied_prefixes``; an export copies them.
     """
 
     family: str
@@ -183,19 +182,19 @@ class Architecture:
         return tuple(layer for layer in range(self.num_layers) if layer not in set(self.delta_layers))
 
     def is_float32(self, name: str) -> bool:
-        """Returns whether a weight is float32 whatever the dtype of the model is."""
+        """Returns whether a weight is always float32, independent of the model's dtype."""
         return name.endswith(self.float32)
 
     def is_copied(self, name: str) -> bool:
-        """Returns whether a tensor of the folder is only copied to an export and is not a weight of the model."""
+        """Returns whether a stored tensor is not a weight of the model; an export only copies it."""
         return name.startswith(self.copied_prefixes)
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """Returns the Hugging Face names of tensors that a folder may contain but that carry no information.
+        """Returns the Hugging Face names of redundant tensors that a folder may contain.
 
-        They are a tied output weight that is stored a second time, and the rotary frequencies that old versions of
-        transformers stored.
+        These are a second copy of a tied output weight, and the rotary frequencies that old versions of transformers
+        stored.
         """
         frequencies = {f"{self.prefix}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
         return frozenset(frequencies | ({self.output_weight} if self.tie_word_embeddings else set()))

@@ -1,6 +1,6 @@
 """Defines audio towers for trainer, engines and encoder: weight shapes, settings, and the rows of a sound.
 
-A video together with its sound has rows of both (Qwen3-Omni's rules). The module imports no torch.
+A video with sound has rows of the video and of the sound (Qwen3-Omni's rules). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _PART = "feature_extractor"
 
 
 def read_audio_tower(family: Family, hf_config: HfConfig, *, model_folder: Path) -> AudioTower | None:
-    """Returns the audio tower of a folder, None if its family has no audio input.
+    """Returns the audio tower of a folder, or None if the model's family has no audio input.
 
-    ``hf_config`` is the part of config.json that has ``audio_token_id`` and the tower's own part. Raises ValueError for
-    a missing file or key, and for an unsupported feature extractor.
+    ``hf_config`` is the part of config.json with ``audio_token_id`` and the tower's config. Raises ValueError for a
+    missing file or key and for an unsupported feature extractor.
     """
     if family.audio is None:
         return None
@@ -65,7 +65,7 @@ def read_audio_tower(family: Family, hf_config: HfConfig, *, model_folder: Path)
 
 
 def audio_tower_of(audio: Audio, hf_config: HfConfig, *, extractor: Mapping[str, Any]) -> AudioTower:
-    """Returns the audio tower that a config.json and the settings of its feature extractor describe.
+    """Returns the audio tower that a config.json and the settings of the feature extractor describe.
 
     Raises KeyError for a missing key, and ValueError for an unsupported extractor.
     """
@@ -93,7 +93,7 @@ def _check(extractor: Mapping[str, Any], *, mel_bins: int) -> None:
     kind = extractor.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
         raise ValueError(
-            f"{EXTRACTOR_FILE} feature_extractor_type={kind}: only WhisperFeatureExtractor is computed. "
+            f"{EXTRACTOR_FILE} feature_extractor_type={kind}: only WhisperFeatureExtractor is supported. "
             "Choose another model."
         )
     if extractor.get("dither"):
@@ -104,12 +104,12 @@ def _check(extractor: Mapping[str, Any], *, mel_bins: int) -> None:
     if extractor["feature_size"] != mel_bins:
         raise ValueError(
             f"{EXTRACTOR_FILE} feature_size={extractor['feature_size']} with num_mel_bins={mel_bins} in config.json: "
-            "the tower takes as many bins as the extractor gives. Fetch the folder again."
+            "the two numbers of bins must be equal. Fetch the folder again."
         )
 
 
 def _extractor(model_folder: Path) -> Mapping[str, Any]:
-    """Returns the settings of the feature extractor from the file that has them."""
+    """Returns the settings of the feature extractor; they may be in different files."""
     for name in (EXTRACTOR_FILE, PROCESSOR_FILE):
         file = model_folder / name
         if not file.exists():
@@ -127,7 +127,7 @@ def _extractor(model_folder: Path) -> Mapping[str, Any]:
 def clip_rows(audio: AudioSettings, *, frames: int) -> ItemRows:
     """Returns the rows of a sound with ``frames`` frames of features.
 
-    They replace one token; the tokens that begin and end a sound stay around it, as the chat template writes them.
+    The rows replace one token. The chat template's tokens that begin and end a sound stay around the rows.
     """
     rows = audio.rows_of_frames(frames)
     offsets = np.repeat(np.arange(rows, dtype=np.int32)[None], 3, axis=0)
@@ -145,18 +145,18 @@ def video_with_sound_rows(
 ) -> ItemRows:
     """Returns the rows of a video with ``grid`` (time, height, width) in patches, together with its sound.
 
-    ``seconds`` is the time between two steps of the grid, and ``frames`` counts the frames of the sound's features. A
-    row of the video precedes a row of the sound if its time is the same or earlier; the remaining rows of the longer of
-    the two follow, and alone decide how far the item moves the positions. The tokens that begin and end a sound
-    surround the rows. All of them replace one token inside the pair of vision tokens.
+    ``seconds`` is the time between two steps of the grid, and ``frames`` counts the frames of the sound's features. The
+    rows are ordered by time; at equal times the video's row is first. The rows left over from the longer medium come
+    last and alone determine how far the item advances the positions. The tokens that begin and end a sound surround the
+    rows. Rows and tokens together replace one token inside the pair of vision tokens.
     """
     seen = timed_offsets(tower, grid=grid, seconds=seconds)
     heard = np.repeat(np.arange(audio.rows_of_frames(frames), dtype=np.float32)[None], 3, axis=0)
     times = np.concatenate([step_times(tower, grid=grid, seconds=seconds), heard[0].astype(np.float64)])
-    order = np.argsort(times, kind="stable")  # it merges two ordered lists; the video comes first at equal times
+    order = np.argsort(times, kind="stable")  # merges two ordered lists; at equal times the video's row is first
     is_heard = order >= seen.shape[1]
-    offsets = 1 + np.concatenate([seen, heard], axis=1)[:, order]  # after the token that begins the sound
-    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the row after the last row of the shorter of the two
+    offsets = 1 + np.concatenate([seen, heard], axis=1)[:, order]  # 1 for the token that begins the sound
+    left = np.flatnonzero(is_heard != is_heard[-1])[-1] + 1  # the row after the last row of the shorter medium
     end = offsets[:, left:].max() + 1
     ids = np.where(is_heard, audio.audio_token_id, tower.video_token_id)
     return ItemRows(

@@ -1,4 +1,7 @@
-"""The built-in model families, which relax_core/registry.py finds by name, and `read_architecture` for every family."""
+"""Defines the built-in model families, and `read_architecture` for all families.
+
+The registry (relax_core/registry.py) finds a family by name.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from relax_core.families.rope import read_rope
 from relax_core.families.vision_tower import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
 
 COMMON = (
-    RequiredValue("hidden_act", "silu", "no other activation is computed"),
+    RequiredValue("hidden_act", "silu", "only this activation is implemented"),
     RequiredValue("attention_dropout", 0, "nothing is dropped while training"),
 )
 FULL_ATTENTION = RequiredValue(
     "use_sliding_window",
     False,
-    "attention goes over the whole context; with false the folder is the same model for contexts of at most "
+    "attention covers the whole context; with false the folder is the same model for contexts of at most "
     "sliding_window tokens",
 )
 _NORMALIZED = RequiredValue(
     "norm_topk_prob", True, "this family's router scales the weights of the chosen experts to a sum of 1"
 )
-_OUTPUT_GATE = RequiredValue("attn_output_gate", True, "the output of the attention has a gate in this family")
+_OUTPUT_GATE = RequiredValue("attn_output_gate", True, "this family has a gate on the attention's output")
 NO_ATTENTION_BIAS = RequiredValue("attention_bias", False, "no bias of the attention's output projection is computed")
 
 
@@ -36,15 +39,15 @@ _FULL, _LINEAR = "full_attention", "linear_attention"  # kinds of layers in laye
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
     """Returns the architecture that a config.json of ``family`` describes.
 
-    Its towers are not read here, because they need more files (`vision_tower.py`, `audio_tower.py`). Raises ValueError
-    for a missing key, and for unsupported values, so that no model is trained as a different model.
+    Towers need more files; `vision_tower.py` and `audio_tower.py` read them. Raises ValueError for a missing key or an
+    unsupported value, because otherwise a different model would be trained.
     """
     try:
         return _read(family, text_config(family, config))
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
-    except (TypeError, AttributeError, ArithmeticError) as error:  # a text or a list instead of a number
-        raise ValueError(f"config.json: family {family.name} needs a value of another type: {error}.") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a value is a text or a list and not a number
+        raise ValueError(f"config.json: family {family.name} needs a value of a different type: {error}.") from error
 
 
 def _read(family: Family, config: HfConfig) -> Architecture:
@@ -86,7 +89,7 @@ def _read(family: Family, config: HfConfig) -> Architecture:
 def text_config(family: Family, config: HfConfig) -> HfConfig:
     """Returns the part of a config.json that describes the language model.
 
-    transformers writes tie_word_embeddings into the outer part, whose value decides.
+    transformers writes tie_word_embeddings into the outer part, so the outer value is used.
     """
     if family.text_key is None:
         return config
@@ -107,7 +110,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         family=family.name,
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
-        # Without a dense MLP, transformers writes no width for it.
+        # If there is no dense MLP, transformers writes no width for it.
         intermediate_size=config["intermediate_size"] if family.experts is None else config.get("intermediate_size", 0),
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
@@ -152,12 +155,12 @@ def _qwen3_5_delta_net(config: HfConfig) -> DeltaNet:
 
 
 def _check_qwen3_5(config: HfConfig) -> None:
-    """Refuses layers of only one kind, and a number of value heads that is not a multiple of the key heads."""
+    """Raises ValueError if all layers are of one kind, or if value heads are not a multiple of key heads."""
     linear, layers = _linear_layers(config), config["num_hidden_layers"]
     if not 0 < len(linear) < layers:
         raise ValueError(
             f"config.json layer_types: {len(linear)} of {layers} layers are {_LINEAR}. Qwen3.5 has both kinds; with "
-            f"{_FULL} alone the folder is a Qwen3."
+            f"{_FULL} only, the folder is a Qwen3."
         )
     net = _qwen3_5_delta_net(config)
     if net.value_heads % net.key_heads:
@@ -185,12 +188,15 @@ def _qwen3_experts(config: HfConfig) -> Experts:
 
 
 def _qwen3_vl_experts(config: HfConfig) -> Experts:
-    """Reads the experts of a family whose router always scales the chosen experts' weights to a sum of 1."""
+    """Reads the experts of a family with a router that always scales the chosen experts' weights to a sum of 1."""
     return _qwen3_experts({**config, "norm_topk_prob": True})
 
 
 def _qwen3_omni_experts(config: HfConfig) -> Experts:
-    """Reads the experts of a family whose router scales the chosen experts' weights unless config.json disables it."""
+    """Reads the experts.
+
+    The router scales the chosen experts' weights to a sum of 1 unless config.json disables scaling.
+    """
     return _qwen3_experts({"norm_topk_prob": True, **config})
 
 
@@ -213,13 +219,13 @@ def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
 
 
 def _check_mistral_window(config: HfConfig) -> None:
-    """Refuses a sliding window that is shorter than the context.
+    """Raises ValueError if the sliding window is shorter than the context.
 
     Without the key, transformers uses a window of 4096 tokens.
     """
     window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
     if window is not None and window < positions:
-        absent = "" if "sliding_window" in config else " (which transformers takes where the key is absent)"
+        absent = "" if "sliding_window" in config else " (which transformers takes if the key is absent)"
         raise ValueError(
             f"config.json sliding_window={window}{absent} with max_position_embeddings={positions}: mistral computes "
             "attention over the whole context only. Mistral-7B has no window from v0.2 on (sliding_window=null); with "
@@ -230,7 +236,7 @@ def _check_mistral_window(config: HfConfig) -> None:
 
 LLAMA = Family(
     name="llama",
-    summary="Llama 3, 3.1, 3.2 (text), and older models of the same form",
+    summary="Llama 3, 3.1, 3.2 (text), and older models with the same architecture",
     only=(NO_ATTENTION_BIAS, RequiredValue("mlp_bias", False, "no bias of the MLP is computed")),
 )
 MISTRAL = Family(name="mistral", summary="Mistral-7B from v0.2 on, Mistral-Nemo", check=_check_mistral_window)
@@ -241,11 +247,11 @@ QWEN2 = Family(
     only=(FULL_ATTENTION,),
 )
 QWEN3 = Family(
-    name="qwen3", summary="Qwen3: normed queries and keys", qk_norm=True, only=(NO_ATTENTION_BIAS, FULL_ATTENTION)
+    name="qwen3", summary="Qwen3: normalized queries and keys", qk_norm=True, only=(NO_ATTENTION_BIAS, FULL_ATTENTION)
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
-    summary="Qwen3-MoE: as Qwen3, with experts in every layer",
+    summary="Qwen3-MoE: Qwen3 with experts in every layer",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_experts,
@@ -271,7 +277,7 @@ QWEN3_VL = Family(
 )
 QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",
-    summary="Qwen3-VL-MoE: as Qwen3-VL, with experts in every layer",
+    summary="Qwen3-VL-MoE: Qwen3-VL with experts in every layer",
     qk_norm=True,
     only=(
         NO_ATTENTION_BIAS,
@@ -294,7 +300,7 @@ QWEN3_VL_MOE = Family(
 _QWEN3_5_FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 QWEN3_5 = Family(
     name="qwen3_5",
-    summary="Qwen3.5: images and videos; a gated delta net in three layers of four",
+    summary="Qwen3.5: images and videos; a gated delta net in three of four layers",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, _OUTPUT_GATE),
     check=_check_qwen3_5,
@@ -317,7 +323,7 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
-    summary="Qwen3.5-MoE: as Qwen3.5, with experts and a shared expert in every layer",
+    summary="Qwen3.5-MoE: Qwen3.5 with experts and a shared expert in every layer",
     only=(*QWEN3_5.only, _NORMALIZED),
     experts=_qwen3_5_experts,
     vision=Vision(
@@ -333,7 +339,7 @@ QWEN3_5_MOE = replace(
 _QWEN3_OMNI = "transformers.models.qwen3_omni_moe"
 QWEN3_OMNI_MOE = Family(
     name="qwen3_omni_moe",
-    summary="Qwen3-Omni: the thinker, a Qwen3-MoE with vision and audio; talker and code2wav pass unchanged",
+    summary="Qwen3-Omni: the thinker, a Qwen3-MoE with vision and audio; exports copy talker and code2wav unchanged",
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_omni_experts,
@@ -348,7 +354,7 @@ QWEN3_OMNI_MOE = Family(
         projector=("merger.", "merger_list."),
         seconds_key="position_id_per_seconds",
         frame_bounds=True,
-        video_pixels=(128 * 32 * 32, 768 * 32 * 32),  # the limits of transformers' Qwen3OmniMoeProcessor
+        video_pixels=(128 * 32 * 32, 768 * 32 * 32),  # limits in transformers' Qwen3OmniMoeProcessor
     ),
     audio=Audio(
         prefix="thinker.audio_tower.",

@@ -1,14 +1,14 @@
 """Computes the gated delta rule (Yang et al. 2024, arXiv 2412.06464) over segments of rows with initial states.
 
-Each head has a recurrent matrix S ``[key dim, value dim]``. Row t, with query q, key k, value v, decay exp(g) and
-writing strength b, gives
+Each head has a recurrent matrix S ``[key dim, value dim]``. Row t has query q, key k, value v, decay exp(g) and writing
+strength b:
 
     S_t = exp(g) S_(t-1) + k (b (v - exp(g) S_(t-1)^T k))^T        output = S_t^T q
 
-Rows are computed in chunks: the rows of a chunk solve one triangular system, and the states pass from chunk to chunk
-(section 3.3 of the paper). With chunks of one row this is the recurrent rule itself. Everything is float32.
+Rows are computed in chunks: one triangular system gives the rows of a chunk, and each chunk passes its state to the
+next (section 3.3 of the paper). With chunks of one row this is the recurrence above. All values are float32.
 
-The trainer and the embedded engine use this module, which runs on any device in plain torch.
+The trainer and the embedded engine use this module. It is plain torch and runs on any device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ CHUNK_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Lays out consecutive segments of rows in chunks of ``width`` rows.
+    """Describes the layout of consecutive segments of rows in chunks of ``width`` rows.
 
-    ``grid`` int64 ``[chunks * width]`` has the row at each place of the chunks; a pad has the number of rows, which is
-    the index of a row of zeros. ``place`` int64 ``[rows]`` has each row's place. Chunks are ordered by step: step j has
-    chunk j of the ``counts[j]`` longest segments. ``order`` int64 ``[segments]`` names the segments, longest first.
+    ``grid`` int64 ``[chunks * width]`` has the row at each position of the chunks. At a pad it has the number of rows,
+    the index of an added row of zeros. ``place`` int64 ``[rows]`` has the position of each row. Chunks are ordered by
+    step: step j has chunk j of the ``counts[j]`` longest segments. ``order`` int64 ``[segments]`` has the indexes of
+    the segments, longest first.
     """
 
     grid: Tensor
@@ -41,15 +42,15 @@ class Segments:
 
     @staticmethod
     def of(lengths: Sequence[int], *, chunk_rows: int = CHUNK_ROWS, device: torch.device | str = "cpu") -> Segments:
-        """Plans segments of ``lengths`` rows; each has at least one."""
+        """Plans segments of ``lengths`` rows; each segment has at least one row."""
         sizes = np.asarray(lengths, dtype=np.int64)
-        assert len(sizes) and sizes.min() > 0, "a segment without rows"
-        # Chunks of few rows take the same calls, so a chunk is no wider than the longest segment.
+        assert len(sizes) and sizes.min() > 0, "a segment has no rows"
+        # Narrower chunks need no more calls if all segments fit, so a chunk is at most as wide as the longest segment.
         width = min(chunk_rows, int(sizes.max()))
         order = np.argsort(-sizes, kind="stable")
         chunks = -(-sizes[order] // width)
         counts = tuple(int((chunks > step).sum()) for step in range(int(chunks[0])))
-        before = np.cumsum([0, *counts[:-1]])  # chunks before each step
+        before = np.cumsum([0, *counts[:-1]])  # number of chunks before each step
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         segment = np.repeat(np.arange(len(sizes)), sizes)
@@ -75,9 +76,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs, float32 ``[rows, value heads, value dim]``, and the states after the segments.
 
-    ``query`` and ``key`` are ``[rows, key heads, key dim]`` and are scaled to length 1 here, ``value`` is ``[rows,
-    value heads, value dim]``; ``decay`` (the logarithm, at most 0) and ``strength`` are ``[rows, value heads]``.
-    ``states`` are the states before the segments, float32 ``[segments, value heads, key dim, value dim]``.
+    ``query`` and ``key`` are ``[rows, key heads, key dim]``; this function scales them to length 1. ``value`` is
+    ``[rows, value heads, value dim]``. ``decay`` (the logarithm, at most 0) and ``strength`` are ``[rows, value
+    heads]``. ``states`` are the states before the segments, float32 ``[segments, value heads, key dim, value dim]``.
     """
     repeats = value.shape[1] // key.shape[1]
     scale = key.shape[-1] ** -0.5
@@ -113,7 +114,7 @@ def _scan(
     """Passes the states from chunk to chunk; returns the outputs of all chunks and the states after the segments."""
     state = states.index_select(0, segments.order)
     outputs: list[Tensor] = []
-    ended: list[Tensor] = []  # states of the segments that ended, the shortest first
+    ended: list[Tensor] = []  # states of the segments that ended, the shortest segments first
     first = 0
     for count in segments.counts:
         if count < len(state):
@@ -129,12 +130,12 @@ def _scan(
 
 
 def unit_length(heads: Tensor) -> Tensor:
-    """Returns ``[…, dim]`` divided by the length of each head, as flash-linear-attention does it."""
+    """Divides each vector of ``[…, dim]`` by its length, with the same formula as flash-linear-attention."""
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
 
 
 def log_decay(a_log: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-    """Returns the logarithm of the decay, float32 ``[rows, heads]``, from its projection ``[rows, heads]``."""
+    """Returns the logarithm of the decay, float32 ``[rows, heads]``, from the decay's projection ``[rows, heads]``."""
     return -a_log.float().exp() * F.softplus(rows.float() + bias)
 
 

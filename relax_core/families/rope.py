@@ -1,4 +1,4 @@
-"""Reads a model's rotary embedding from config.json: its base, and how its frequencies are scaled."""
+"""Reads a model's rotary embedding from config.json: the base and the scaling of frequencies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_THETA = 10_000.0  # Every configuration class of transformers that is read here has this default.
+DEFAULT_THETA = 10_000.0  # All configuration classes of transformers that Relax reads have this default.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Scales by position interpolation (Chen et al., arXiv 2306.15595), which divides each frequency by ``factor``."""
+    """Holds position interpolation (Chen et al., arXiv 2306.15595): each frequency is divided by ``factor``."""
 
     factor: float
 
@@ -30,8 +30,8 @@ class Llama3Scaling:
 
     Sources: rope_type "llama3" of transformers, and `apply_scaling` of Meta's llama-models. A frequency that turns at
     least ``high_freq_factor`` times in ``original_positions`` tokens is unchanged. A frequency that turns at most
-    ``low_freq_factor`` times is divided by ``factor``. Between them, the unchanged share grows linearly with the number
-    of turns.
+    ``low_freq_factor`` times is divided by ``factor``. Between these limits the unchanged share grows linearly with the
+    number of turns.
     """
 
     factor: float
@@ -62,7 +62,7 @@ class Rope:
     part: float = 1.0
 
     def axes(self, components: int) -> list[int]:
-        """Returns which of the three rotary positions each component of a head follows: 0 time, 1 height, 2 width."""
+        """Returns the rotary position that each component of a head uses: 0 time, 1 height, 2 width."""
         axes = [0] * components
         for axis in (1, 2):
             for component in range(axis, 3 * (self.sections or (0, 0, 0))[axis], 3):
@@ -75,7 +75,9 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = None) -> Rope:
-    """Reads the rotary embedding from config.json; ``part`` is `relax_core.contracts.family.Family.rotary_part`.
+    """Reads the rotary embedding from config.json.
+
+    ``part`` is `relax_core.contracts.family.Family.rotary_part`.
 
     transformers 5 writes ``rope_parameters``; older versions wrote ``rope_scaling`` and ``rope_theta``. Raises
     ValueError for an unsupported scaling, and KeyError for a scaling that lacks a number.
@@ -92,14 +94,14 @@ def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = No
     rotated = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or part or 1.0
     if rotated != 1.0 and part is None:
         raise ValueError(
-            f"config.json partial_rotary_factor={rotated}: {family} computes rotary embedding of whole heads only."
+            f"config.json partial_rotary_factor={rotated}: {family} supports only rotary embedding of whole heads."
         )
     if kind == "default":
         return Rope(theta=theta, sections=_sections(given, family=family), part=rotated)
     if rotated != 1.0:
         raise ValueError(f"config.json rope_type={kind}: {family} rotates a part of each head with default only.")
     if "mrope_section" in given:
-        raise ValueError(f"config.json rope_type={kind}: {family} computes three sections with rope_type default only.")
+        raise ValueError(f"config.json rope_type={kind}: {family} supports three sections only with rope_type=default.")
     if kind == "linear":
         return Rope(theta=theta, scaling=LinearScaling(factor=given["factor"]))
     if kind == "llama3":
@@ -116,7 +118,7 @@ def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = No
             )
         return Rope(theta=theta, scaling=scaling)
     raise ValueError(
-        f"config.json rope_type={kind}: {family} computes rope_type default, linear and llama3 only. Where the scaling "
+        f"config.json rope_type={kind}: {family} computes only rope_type default, linear and llama3. If the scaling "
         "only lengthens the context (yarn, dynamic), a config.json without it describes the same model at the length "
         "that it was trained with."
     )

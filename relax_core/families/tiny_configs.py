@@ -1,7 +1,6 @@
-"""Defines the sizes and tokens of the builtin models, and the settings files of the multimodal models.
+"""Defines sizes and tokens of the builtin models, and the settings files of the multimodal builtin models.
 
-In a multimodal model, two sizes that are axes of one weight have different values, so that a transposed weight is
-noticed.
+In a multimodal model the axes of a weight have different sizes, so tests notice a transposed weight.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ AUDIO_START, AUDIO_END, AUDIO_PAD = AUDIO_TOKENS = ("<|audio_start|>", "<|audio_
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 ROLES = ("user", "assistant", "system")
 _CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
-# Tokens for tool calls in the format of Hermes, and words that keep the episodes of the calculator short. None of them
-# is a special token, as in Qwen3.
+# Tokens for tool calls in Hermes' format, and words that keep the calculator's episodes short. These are normal tokens,
+# not special tokens, as in Qwen3.
 _TOOL_CHARACTERS = '{}[]()"_<>|'
 TOOL_TOKENS = (
     "<tool_call>",
@@ -43,14 +42,14 @@ TOOL_TOKENS = (
     "}}",
     *("multiply", "Returns", " the", " product", " of", " two", " whole", " numbers", " times ", "it is "),
 )
-_VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
+_VISION_CHARACTERS = "<>|_"  # for a user's text that contains the name of a special token
 
 _PATCHES = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
 _PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor"}
 
 
 def token_ids(*, vision: bool = False, audio: bool = False, tools: bool = False) -> dict[str, int]:
-    """Returns the id of every token by its text; ``audio`` is for a model with audio input."""
+    """Returns the token ids by text; ``vision``, ``audio`` and ``tools`` select the model's further tokens."""
     if tools:
         return {
             token: index
@@ -61,7 +60,7 @@ def token_ids(*, vision: bool = False, audio: bool = False, tools: bool = False)
 
 
 def tiny_config(name: str = STUDENT) -> dict[str, Any]:
-    """Returns the sizes in a builtin model's config.json without making the model."""
+    """Returns a builtin model's config.json without creating the model."""
     if name == OMNI:
         return tiny_omni_config()
     if name in VISION_NAMES:
@@ -137,7 +136,7 @@ def _vision_model(*, experts: bool) -> dict[str, Any]:
 
 
 def _hybrid_model(*, experts: bool) -> dict[str, Any]:
-    """Returns a config.json in the published format of Qwen3.5: of four layers, the last has attention."""
+    """Returns a config.json in the published format of Qwen3.5; the last of four layers has attention."""
     model, kind = _vision_model(experts=experts), "qwen3_5_moe" if experts else "qwen3_5"
     text = {key: value for key, value in model["text_config"].items() if key not in _NOT_HYBRID} | {
         "model_type": f"{kind}_text",
@@ -161,8 +160,9 @@ def _hybrid_model(*, experts: bool) -> dict[str, Any]:
     }
     if experts:
         text["shared_expert_intermediate_size"] = 48
-        # With it, transformers makes the pad's embedding zero and never trains it. A sampled pad is then a row of zeros
-        # in all three delta nets and their experts, and each norm multiplies the gradient of such a row by 1,000.
+        # With a pad token id, transformers sets the pad's embedding to zero and never trains it. A sampled pad would
+        # then be a row of zeros in all three delta nets and their experts, and each norm multiplies the gradient of
+        # such a row by 1,000.
         del text["pad_token_id"]
     tower = model["vision_config"] | {"model_type": kind, "deepstack_visual_indexes": []}
     name = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
@@ -192,7 +192,7 @@ def _tower(kind: str, *, out: int) -> dict[str, Any]:
 
 
 def processor_files() -> dict[str, dict[str, Any]]:
-    """Returns the settings of images and videos by file name, in the published format of Qwen3-VL.
+    """Returns the settings files for images and videos by file name, in the published format of Qwen3-VL.
 
     An image has 4 to 64 rows, and a video at most 256.
     """
@@ -250,10 +250,10 @@ def tiny_omni_config() -> dict[str, Any]:
 
 
 def tiny_omni_files() -> dict[str, dict[str, Any]]:
-    """Returns the settings of images, videos and sounds by file name.
+    """Returns the settings files for images, videos and sounds by file name.
 
-    The published folder has no file for videos; the default bounds are too large for this model. An image has 4 to 64
-    rows, and a frame of a video at most 16. A sound has 13 rows a second, and its features have 32 values a frame.
+    The published folder has no file for videos, but the default bounds are too large for this model. An image has 4 to
+    64 rows, and a video frame has at most 16 rows. A sound has 13 rows per second and 32 feature values per frame.
     """
     settings = {
         "processor_class": "Qwen3OmniMoeProcessor",
@@ -333,7 +333,7 @@ def _vision() -> dict[str, Any]:
 
 
 def _audio() -> dict[str, Any]:
-    """Returns the audio tower's part: as published, a second becomes 13 rows; rows attend within windows of 2 s."""
+    """Returns the audio tower's config: 13 rows per second, as published, and attention within windows of 2 s."""
     return {
         "model_type": "qwen3_omni_moe_audio_encoder",
         "num_mel_bins": 32,

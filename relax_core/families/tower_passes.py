@@ -1,6 +1,6 @@
 """Builds vision and audio towers from Hugging Face's own modules, and runs their forward passes.
 
-Trainer and embedded engine use the same passes. Patches are computed from uint8 frames, and equal those of Hugging
+Trainer and embedded engine use the same passes. Patches are computed from uint8 frames and equal the patches of Hugging
 Face's processor.
 """
 
@@ -25,10 +25,10 @@ from relax_core.families.towers import Towers
 def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device | str = "cpu") -> Tensor:
     """Returns the patches of an item, float32 ``[patches, colours * frames * patch height * patch width]``.
 
-    ``frames`` is uint8 ``[frames, height, width, 3]``, or ``[items, frames, height, width, 3]`` for items of one shape,
-    with patches in the order of the items; height and width are multiples of the patch times the merge size. If the
-    number of frames is not a multiple of the temporal patch size, the last frame is repeated. Patches that become one
-    row are adjacent.
+    ``frames`` is uint8 ``[frames, height, width, 3]``. For several items of one shape it is ``[items, frames, height,
+    width, 3]``, and the patches are in the order of the items. Height and width are multiples of patch size times merge
+    size. If the number of frames is not a multiple of the temporal patch size, the last frame is repeated. The patches
+    of one row are adjacent.
     """
     step, size, merge = tower.temporal_patch_size, tower.patch_size, tower.merge_size
     pixels = torch.from_numpy(np.array(frames)).to(device)  # a copy, because torch refuses read-only arrays
@@ -49,7 +49,7 @@ def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device |
 class TowerOutput:
     """Holds a tower's output for the feature rows of some items, item by item.
 
-    ``features`` is ``[rows, hidden]``; ``deepstack`` has one such tensor for each of the first layers.
+    ``features`` is ``[rows, hidden]``; ``deepstack`` has a tensor of this shape for each of the first layers.
     """
 
     features: Tensor
@@ -59,13 +59,13 @@ class TowerOutput:
 def build_tower(
     tower: VisionTower | AudioTower, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
-    """Returns the tower's module without weights, which the caller loads; its buffers are initialized."""
+    """Returns the tower's module with initialized buffers; the caller loads the weights."""
     classes = tower.vision if isinstance(tower, VisionTower) else tower.audio
     config = _named(classes.config)(**_own_keys(tower))
     config._attn_implementation = "sdpa"
     with torch.device(device):
         module: torch.nn.Module = _named(classes.model)(config)
-    for parameter in module.parameters():  # The rotary frequencies and sinusoids, which are buffers, stay float32.
+    for parameter in module.parameters():  # The buffers (rotary frequencies and sinusoids) stay float32.
         parameter.data = parameter.data.to(dtype)
     return module
 
@@ -73,7 +73,7 @@ def build_tower(
 def pass_items(
     module: torch.nn.Module, tower: VisionTower, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]
 ) -> TowerOutput:
-    """Returns the tower's output for items; ``frames`` are uint8 ``[frames, height, width, 3]``."""
+    """Returns the tower's output for items; each entry of ``frames`` is uint8 ``[frames, height, width, 3]``."""
     parameter = next(module.parameters())
     alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
     pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
@@ -92,10 +92,10 @@ def _named(path: str) -> Any:
 
 
 def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[np.ndarray]) -> Tensor:
-    """Returns the rows of sounds whose features are float32 ``[mel bins, frames]``, ``[rows, hidden]`` in order.
+    """Returns the rows of sounds, ``[rows, hidden]`` in order; a sound's features are float32 ``[mel bins, frames]``.
 
-    Each sound passes alone, so that its rows do not depend on other sounds: in one batch, products of more rows round
-    differently, by up to 3e-7.
+    Each sound passes the tower separately, so its rows do not depend on other sounds. In a batch, matrix products of
+    more rows round differently, by up to 3e-7.
     """
     return torch.cat([_rows_of(module, tower, feature) for feature in features])
 
@@ -103,9 +103,10 @@ def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[n
 def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -> Tensor:
     """Returns the rows of one sound.
 
-    The tower computes chunks of ``tower.chunk_frames`` frames separately until its layers, where the rows of the chunks
-    of one window attend to each other. Transformers pads chunks to the longest chunk of the batch, which changes the
-    results of the convolutions. Here every chunk has the full length, as in any batch with a sound of a second or more.
+    The convolutions process chunks of ``tower.chunk_frames`` frames separately. In the layers after them, all rows of a
+    window attend to each other. Transformers pads chunks to the longest chunk of the batch, and the padding changes the
+    convolutions' results. This function pads every chunk to the full length, as transformers does in any batch with a
+    sound of at least a second.
     """
     device, frames = next(module.parameters()).device, features.shape[1]
     padded = F.pad(torch.tensor(features, device=device), (0, -frames % tower.chunk_frames))
@@ -128,8 +129,8 @@ def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -
 class TowerInputs(NamedTuple):
     """Holds the inputs of the towers, in the order of the items.
 
-    ``frames`` are uint8 ``[frames, height, width, 3]`` with ``grids`` (time, height, width) in patches, one for each
-    image or video; ``sounds`` are features, float32 ``[mel bins, frames]``, one for each item with sound.
+    ``frames`` has an array uint8 ``[frames, height, width, 3]`` for each image or video, and ``grids`` its size (time,
+    height, width) in patches. ``sounds`` has the features, float32 ``[mel bins, frames]``, of each item with sound.
     """
 
     frames: Sequence[np.ndarray] = ()
@@ -156,7 +157,7 @@ def smallest_image(towers: Towers) -> TowerInputs:
 
 
 def smallest_sound(towers: Towers) -> TowerInputs:
-    """Returns the smallest item that the audio tower accepts: features that become one row."""
+    """Returns the smallest item that the audio tower accepts: the features of one row."""
     assert towers.audio is not None, "the model hears"
     return TowerInputs(sounds=[np.zeros((towers.audio.mel_bins, 1), dtype=np.float32)])
 
@@ -164,10 +165,10 @@ def smallest_sound(towers: Towers) -> TowerInputs:
 def pass_towers(
     inputs: TowerInputs, towers: Towers, *, vision: torch.nn.Module | None, audio: torch.nn.Module | None
 ) -> Tensor:
-    """Returns the towers' outputs, ``[1 + deepstack layers, features, hidden]``: of vision, then of audio.
+    """Returns the outputs of the vision tower, then of the audio tower: ``[1 + deepstack layers, features, hidden]``.
 
-    Entry 0 has the features of the rows; the others are added after the first layers of the language model, and are 0
-    for audio. ``vision`` and ``audio`` are the towers' modules; each is needed if there are inputs for it.
+    Entry 0 has the features of the rows. The other entries are added after the first layers of the language model; they
+    are 0 for audio. ``vision`` and ``audio`` are the towers' modules; a module is required if it has inputs.
     """
     outputs: list[Tensor] = []
     layers = 0 if towers.vision is None else towers.vision.deepstack_layers

@@ -1,8 +1,9 @@
-"""Finds the rows of an item that get features of a tower, and computes the towers' work for an item.
+"""Finds the rows of a media item that get tower features, and computes the towers' work for an item.
 
-The work of a prompt is the number of its rows plus the work of its items, in rows of the language model. It is counted
-in multiplications of the matrix products of a forward pass; a backward pass has twice as many of both kinds. The module
-imports no torch.
+The work of a prompt is the number of its rows plus the towers' work for its items, in rows of the language model. An
+item's work in rows is the ratio of multiplications in the forward passes: of the towers for the item, to the language
+model's for one row. The ratio is the same in a backward pass, because language model and towers both have twice as many
+multiplications there. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from relax_core.families.architecture import Architecture, AudioTower, VisionTow
 from relax_core.families.audio_tower import audible_feature_rows
 from relax_core.families.vision_tower import feature_rows
 
-_KERNEL = 9  # a convolution of an audio tower reads 3 x 3 values
+_KERNEL = 9  # an audio tower's convolution reads 3 x 3 values
 
 
 def item_work(architecture: Architecture, item: MediaItem) -> float:
     """Returns the work of the towers for an image, a video, a sound, or a video with its sound, in rows.
 
-    Their features are rows of the language model, too; that work is not counted here.
+    The language model's work for the feature rows is not included.
     """
     products = 0
     if architecture.vision is not None:
@@ -37,8 +38,8 @@ def item_work(architecture: Architecture, item: MediaItem) -> float:
 def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
     """Returns the multiplications of a vision tower for an item with ``grid`` (time, height, width) in patches.
 
-    ``config`` is the tower's part of config.json. The patches of one step of time attend to each other. Each merger
-    maps the patches of a row to one row.
+    ``config`` is the tower's part of config.json. The patches of one time step attend to each other. Each merger maps
+    the patches of a row to one vector.
     """
     time, height, width = grid
     frame, hidden, merge = height * width, config["hidden_size"], config["spatial_merge_size"] ** 2
@@ -52,8 +53,8 @@ def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
 def audio_products(config: HfConfig, frames: int) -> int:
     """Returns the multiplications of an audio tower for a sound of ``frames`` frames of features.
 
-    ``config`` is the tower's part of config.json. Three convolutions halve bins and frames of each chunk; the last
-    chunk is padded to its full length. The rows of one window attend to each other.
+    ``config`` is the tower's part of config.json. Three convolutions halve the bins and frames of each chunk; the last
+    chunk is padded to full length. The rows of one window attend to each other.
     """
     hidden, channels, bins = config["d_model"], config["downsample_hidden_size"], config["num_mel_bins"]
     length = chunk = 2 * config.get("n_window", 50)
@@ -64,7 +65,7 @@ def audio_products(config: HfConfig, frames: int) -> int:
         inputs = channels
     of_chunk += length * channels * bins * hidden
     rest = frames % chunk
-    rows = frames // chunk * length + (rest + 7) // 8  # of a chunk, each 8 frames become a row
+    rows = frames // chunk * length + (rest + 7) // 8  # 8 frames of a chunk become a row
     layer = 4 * hidden**2 + 2 * hidden * config["encoder_ffn_dim"]
     of_row = config["encoder_layers"] * layer + hidden * (hidden + config["output_dim"])
     window = config.get("n_window_infer", 800) // chunk * length
@@ -76,15 +77,15 @@ def audio_products(config: HfConfig, frames: int) -> int:
 def row_products(architecture: Architecture) -> int:
     """Returns the multiplications of one row in the layers of the language model.
 
-    Only the experts that a row is routed to count. The attention scores, which depend on the previous rows, and the
-    output layer, which no row of a prompt needs, do not count.
+    The count includes only the experts that a row is routed to. It excludes attention scores, which depend on previous
+    rows, and the output layer, which prompt rows do not need.
     """
     arch, experts, net = architecture, architecture.experts, architecture.delta_net
     heads = arch.num_heads * (3 if arch.output_gate else 2) + 2 * arch.num_kv_heads
     products = len(arch.attention_layers) * arch.hidden_size * arch.head_dim * heads
     if net is not None:
         inputs = net.channels + net.values + 2 * net.value_heads
-        state = 3 * net.value_heads * net.key_dim * net.value_dim  # reading, writing, and the output
+        state = 3 * net.value_heads * net.key_dim * net.value_dim  # read the state, write it, compute the output
         mixing = arch.hidden_size * (inputs + net.values) + net.kernel * net.channels + state
         products += len(arch.delta_layers) * mixing
     width = arch.intermediate_size
@@ -103,7 +104,7 @@ class Towers:
 
     @staticmethod
     def of(architecture: Architecture) -> Towers | None:
-        """Returns the towers of a model, None for a text-only model."""
+        """Returns the towers of a model, or None for a text-only model."""
         if architecture.vision is None and architecture.audio is None:
             return None
         return Towers(vision=architecture.vision, audio=architecture.audio)
@@ -120,15 +121,15 @@ class Towers:
         return found if self.vision is None else found | feature_rows(self.vision, token_ids)
 
     def features(self, item: MediaItem) -> int:
-        """Returns the number of features that the towers give for an item."""
+        """Returns the number of features that the towers compute for an item."""
         seen = 0 if self.vision is None else item.patches // self.vision.merge_size**2
         return seen + (0 if self.audio is None else self.audio.rows_of_frames(item.audio_frames))
 
     def order(self, items: Sequence[MediaItem]) -> np.ndarray | None:
-        """Returns the places of the items' features among all vision features, followed by all audio features.
+        """Returns the index of each feature in the towers' output: all vision features, then all audio features.
 
-        The result is int64 ``[features]``, item by item in the order of their rows, or None without audio, because the
-        features are already in this order.
+        The result is int64 ``[features]``, item by item in the order of the items' rows. It is None without audio,
+        because the output then already has this order.
         """
         if not any(item.audio_frames for item in items):
             return None

@@ -1,7 +1,7 @@
 """Defines vision towers for trainer, engines and encoder: weight shapes, settings, and the rows of an item.
 
-The rows of an image or a video are token ids, rotary offsets and an advance (rules of Qwen3-VL and Qwen3-Omni). The
-module imports no torch.
+The rows of an image or a video have token ids, rotary offsets and an advance of the positions (rules of Qwen3-VL and
+Qwen3-Omni). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MergerNames:
-    """Holds the names of a merger's norm and its two matrices, and of the list of the mergers of deepstack."""
+    """Holds the names of a merger's norm and of its two matrices, and the name of the list of deepstack mergers."""
 
     norm: str
     first: str
@@ -69,7 +69,7 @@ def _vision_shapes(config: HfConfig, names: MergerNames) -> dict[str, Shape]:
 
 
 def _mergers(config: HfConfig, names: MergerNames, *, hidden: int, merged: int) -> Iterator[tuple[str, int]]:
-    """Yields the name of each merger and the width of its norm, which deepstack applies after merging."""
+    """Yields the name of each merger and the width of its norm; deepstack mergers apply the norm after merging."""
     yield "merger", hidden
     for level in range(len(config.get("deepstack_visual_indexes") or ())):
         yield f"{names.deepstack}.{level}", merged
@@ -90,7 +90,7 @@ VIDEO_FILE = "video_preprocessor_config.json"
 
 
 def read_tower(family: Family, hf_config: HfConfig, *, model_folder: Path) -> VisionTower | None:
-    """Returns the vision tower of a folder, None if its family reads text only.
+    """Returns the vision tower of a folder, or None if the model's family reads text only.
 
     Raises ValueError for a missing processor file or key.
     """
@@ -166,9 +166,9 @@ def _pixels(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class ItemRows(NamedTuple):
-    """Holds the rows of an item: ids int32 ``[rows]``, offsets ``[3, rows]``, and how far it moves positions.
+    """Holds the rows of an item: ids int32 ``[rows]``, offsets ``[3, rows]``, and the advance of the positions.
 
-    Offsets are int32, or float32 where some may be fractions.
+    Offsets are int32, or float32 if they may be fractions.
     """
 
     token_ids: np.ndarray
@@ -191,7 +191,7 @@ def feature_rows(tower: PatchSettings, token_ids: np.ndarray) -> np.ndarray:
 
 
 def _grid_offsets(tower: PatchSettings, grid: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Returns the offsets of one frame's rows and how far they move the positions: its longer side."""
+    """Returns the offsets of one frame's rows, and the advance of the positions: the frame's longer side in rows."""
     height, width = grid[1] // tower.merge_size, grid[2] // tower.merge_size
     rows = np.zeros((3, height, width), dtype=np.int32)
     rows[1] = np.arange(height)[:, None]
@@ -202,10 +202,10 @@ def _grid_offsets(tower: PatchSettings, grid: Sequence[int]) -> tuple[np.ndarray
 def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Sequence[int]]) -> ItemRows:
     """Returns the rows of a video with ``grid`` (time, height, width) in patches.
 
-    ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,
-    the token that begins vision, the rows of the frame, and the token that ends vision. All of them replace one token:
-    the pair of vision tokens that the chat template writes around a video stays around its steps, as in transformers'
-    Qwen3VLProcessor and in SGLang.
+    ``stamps`` has the token ids of each step's time stamp, for example "<0.2 seconds>". A step is the stamp, the token
+    that begins vision, the rows of the frame, and the token that ends vision. All steps together replace one token. The
+    chat template's pair of vision tokens around a video stays around the steps, as in transformers' Qwen3VLProcessor
+    and in SGLang.
     """
     frame, advance = _grid_offsets(tower, grid)
     ids: list[np.ndarray] = []
@@ -232,8 +232,8 @@ def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Se
 def timed_video_rows(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> ItemRows:
     """Returns the rows of a video without time stamps; ``seconds`` is the time between two steps of its grid.
 
-    The first rotary position encodes the time of a row, so the offsets are float32, and fractions if a step is not a
-    whole number of positions. The rows replace one token inside the pair of vision tokens.
+    The first rotary position is the time of a row. The offsets are float32, because a step may be a fraction of a
+    position. The rows replace one token inside the pair of vision tokens.
     """
     offsets = timed_offsets(tower, grid=grid, seconds=seconds)
     ids = np.full(offsets.shape[1], tower.video_token_id, dtype=np.int32)
@@ -241,7 +241,7 @@ def timed_video_rows(tower: PatchSettings, *, grid: Sequence[int], seconds: floa
 
 
 def timed_offsets(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> np.ndarray:
-    """Returns the offsets of a timed video's rows, float32 ``[3, rows]``, with the rounding of transformers."""
+    """Returns the offsets of a timed video's rows, float32 ``[3, rows]``, with the same rounding as transformers."""
     assert tower.positions_per_second is not None, "the videos of this family have time stamps"
     frame, _ = _grid_offsets(tower, grid)
     offsets = np.tile(frame.astype(np.float32), (1, grid[0]))
@@ -253,7 +253,7 @@ def timed_offsets(tower: PatchSettings, *, grid: Sequence[int], seconds: float) 
 def step_times(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> np.ndarray:
     """Returns the time of each row of a timed video in positions, float64 ``[rows]``.
 
-    In this precision, they are ordered among the rows of a sound, as in transformers' processor.
+    transformers' processor orders the rows of video and sound in float64, too.
     """
     assert tower.positions_per_second is not None, "the videos of this family have time stamps"
     times: np.ndarray = np.repeat(np.arange(grid[0]) * seconds * tower.positions_per_second, _frame_rows(tower, grid))

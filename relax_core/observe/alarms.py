@@ -1,11 +1,11 @@
-"""Records a run's alarms and sends them as messages: when a cause begins, when it recurs after a while, when it ends.
+"""Records the alarms of a run and sends them as messages. An alarm reports that a problem began, recurred or ended.
 
-Alarms are events of the run's log, where the next controller and the page read them. `advanced` updates the state of a
-rule of ``notify.rules``, and `clean` removes secrets from a text. `AlarmSender` delivers messages to the receivers of
-``notify.urls_file``, each in a separate thread.
+Alarms are written to the event log. A restarted controller and the dashboard read them there. `advanced` updates the
+state of a rule of ``notify.rules``, and `clean` removes secrets from a text. `AlarmSender` sends messages to the
+receivers of ``notify.urls_file``, with one thread per receiver.
 
-As a program it sends one message, for a run whose controller is dead. It prints a line for each receiver that did not
-accept the message, and then ends with exit code 1:
+Run as a program, this file sends one message. The program is used when the controller of a run is dead. It prints a
+line for each receiver that did not accept the message, and then exits with code 1:
 
     python -m relax_core.observe.alarms URLS_FILE TITLE TEXT
 """
@@ -39,23 +39,26 @@ MAX_CAUSES = 10_000  # remembered causes; the oldest are dropped first
 
 
 class AlarmLog:
-    """Decides whether a cause is reported, and appends each alarm to the event log.
+    """Decides whether an alarm is due, and appends each alarm to the event log.
 
-    A cause that recurs within ``repeat_s`` seconds is counted but not reported. ``problem`` is the reason why the
-    newest alarm is not in the log, or "". Use it from one thread.
+    A cause is a text that names a problem. A cause that recurs within ``repeat_s`` seconds is counted but not reported.
+    ``problem`` is the error of the last write to the log, or "". Only one thread may use this class.
     """
 
     def __init__(self, run_dir: Path, *, repeat_s: float, clock: Callable[[], float] = time.time) -> None:
         self._file = EventFile(run_dir, ALARMS)
         self._repeat_s, self._clock = repeat_s, clock
         self.problem = ""
-        self._told: dict[tuple[str, str], Alarm] = {}  # the newest message of each cause that is not over
+        self._told: dict[tuple[str, str], Alarm] = {}  # newest alarm of each cause that has not ended
         self._left_out: dict[tuple[str, str], int] = {}
         for alarm in read_alarms(run_dir):
             self._remember(alarm)
 
     def report(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
-        """Returns the new alarm, or None if the cause was reported within ``repeat_s``; ``text`` is then not called."""
+        """Returns the new alarm, or None if the cause was reported within ``repeat_s``.
+
+        Calls ``text`` only for a new alarm.
+        """
         key, now = (event, cause), self._clock()
         before = self._told.get(key)
         if before is not None and now - before.time_s < self._repeat_s:
@@ -70,7 +73,7 @@ class AlarmLog:
         )
 
     def over(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
-        """Returns the alarm that a cause has ended, or None if the cause was not reported or has already ended."""
+        """Returns an alarm of kind "over", or None if the cause has no open alarm."""
         if (event, cause) not in self._told:
             return None
         now = self._clock()
@@ -81,7 +84,7 @@ class AlarmLog:
         try:
             self._file.append(alarm)
             self.problem = ""
-        except OSError as error:  # some alarms report a full disk
+        except OSError as error:  # the alarm may be about a full disk
             self.problem = f"the event log lacks alarms: {error}"
         return alarm
 
@@ -95,7 +98,7 @@ class AlarmLog:
 
 
 def read_alarms(run_dir: Path) -> list[Alarm]:
-    """Returns the alarms of a run, oldest first; unreadable lines are skipped."""
+    """Returns the alarms of a run, oldest first. Skips unreadable lines."""
     events = EventReader(run_dir, kinds=("alarm",), writer=ALARMS).each()
     return [event for event in events if isinstance(event, Alarm)]
 
@@ -110,11 +113,11 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RuleState:
-    """Holds the state of a rule.
+    """Stores the state of an alarm rule between train steps.
 
-    ``held`` counts the consecutive measured values that met the rule's condition; ``value`` is the newest value, from
-    train step ``step``. With `Rule.of_best`, ``recent`` holds the newest values, and ``best`` is the largest mean of as
-    many values.
+    ``held``: number of consecutive values that met the rule's condition. ``value``: the newest value, from train step
+    ``step``. ``recent`` and ``best`` are used with `Rule.of_best`: the last ``rule.steps`` values, and the largest mean
+    so far of ``rule.steps`` consecutive values.
     """
 
     held: int = 0
@@ -129,10 +132,10 @@ class RuleState:
 
 
 def advanced(rule: Rule, state: RuleState, value: float | None, *, step: int) -> RuleState:
-    """Returns the state after a record of train step ``step``; ``value`` is None if the record lacks the metric.
+    """Returns the state after a record of train step ``step``. ``value`` is None if the record lacks the metric.
 
-    A missing value leaves the state unchanged, and so does NaN unless the rule tests for NaN. A step that is repeated
-    after a resume restarts the count.
+    A missing value leaves the state unchanged. NaN also leaves it unchanged, except for a rule that tests for NaN. A
+    step that is repeated after a resume restarts the count.
     """
     if step <= state.step:
         state = RuleState(best=state.best)
@@ -161,11 +164,11 @@ _SECRETS = (
     re.compile(r"\b(?:rlx|sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{8,}"),
 )
 _ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Warning|Timeout|Lost)\b(?=:)")
-_SHORTEST = 6  # characters; shorter values of variables are not treated as secrets
+_SHORTEST = 6  # shorter values (in characters) of environment variables are not treated as secrets
 
 
 def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a cause that is safe to send: without secrets, and cut after the name of the first exception.
+    """Removes secrets from a cause, cuts it after the name of the first exception, and returns the result.
 
     The text after an exception's name may quote a prompt or a response. Values of environment variables with names such
     as ``API_KEY`` are removed everywhere.
@@ -182,19 +185,19 @@ def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
 
 
 # -- Receivers ---------------------------------------------------------------------------------------------------------
-TRY_S = 10.0  # time limit of one try to deliver a message
-PAUSES_S = (1.0, 3.0)  # before the second and the third try
+TRY_S = 10.0  # time limit of one attempt to send a message
+PAUSES_S = (1.0, 3.0)  # pauses before the second and the third attempt
 MAX_WAITING = 100  # queued messages per receiver; newer messages are dropped and counted
-MAX_SINGLE = 3  # more waiting messages are joined into one
+MAX_SINGLE = 3  # if more messages wait, they are joined into one
 MAX_TEXT = 8_000  # characters of a message
 
 Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether the receiver accepted them
 
 
 class AlarmSender:
-    """Sends messages to named receivers, with three tries each.
+    """Sends messages to named receivers, with three attempts per receiver.
 
-    ``report`` is called with a line about undelivered messages, from any thread. All methods are thread-safe.
+    Calls ``report``, from any thread, with a line about undelivered messages. All methods are thread-safe.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class AlarmSender:
             thread.put(title, text)
 
     def close(self, *, timeout_s: float) -> None:
-        """Waits at most ``timeout_s`` seconds for the queued messages; the remaining messages are reported and lost."""
+        """Waits at most ``timeout_s`` seconds for the queued messages. Reports and drops the remaining messages."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.begin_close()
@@ -231,7 +234,7 @@ class _ReceiverThread:
         self._try_s, self._pauses_s = try_s, pauses_s
         self._wake = threading.Condition()
         self._waiting: list[tuple[str, str]] = []  # title and text of each message
-        self._under_way = ""  # the title of the message that is being sent
+        self._under_way = ""  # title of the message that is being sent
         self._dropped = 0
         self._closing = False
         self._thread = threading.Thread(target=self._main, name=f"notify {name}", daemon=True)
@@ -279,13 +282,16 @@ class _ReceiverThread:
         self._report(f"notify: {self._name} did not take {title!r} in {1 + len(self._pauses_s)} tries: {why}")
 
     def _try(self, title: str, text: str) -> str:
-        """Returns why the message was not accepted, or "". A try that hangs stays in its daemon thread."""
+        """Tries once. Returns why the receiver did not accept the message, or "".
+
+        If the receiver hangs, the thread stays.
+        """
         ends: list[str] = []
 
         def send() -> None:
             try:
                 ends.append("" if self._notify(title, text) else "it refused, or nobody answers there")
-            except Exception as error:  # any error of Apprise; only the class name, because the text may hold secrets
+            except Exception as error:  # any error of Apprise; its text may contain secrets
                 ends.append(type(error).__name__)
 
         thread = threading.Thread(target=send, name=f"notify {self._name}, one try", daemon=True)
@@ -295,7 +301,7 @@ class _ReceiverThread:
 
 
 def joined(waiting: Sequence[tuple[str, str]], *, dropped: int) -> list[tuple[str, str]]:
-    """Returns title and text of each message; joins them into one if there are many or some were ``dropped``."""
+    """Returns title and text of each message. Joins them into one message if many wait or if ``dropped`` is not 0."""
     messages = [(title, text[:MAX_TEXT]) for title, text in waiting]
     if len(messages) <= MAX_SINGLE and not dropped:
         return messages
@@ -310,12 +316,12 @@ INSTALL = "pip install 'relax-core[notify]'"
 
 
 def read_receivers(path: Path) -> list[tuple[str, Notify]]:
-    """Returns the name and the send function of each receiver; empty lines and lines that begin with # are skipped.
+    """Returns the name and the send function of each receiver. Skips empty lines and lines that begin with #.
 
-    The name is the scheme and the host, and is safe to log.
+    The name consists of scheme and host, and is safe to log.
 
-    Raises ValueError with the key, the line number and the fix, but never with the address, which may hold a password.
-    The import of Apprise takes half a second.
+    Raises ValueError with the key, the line number and the fix. The error never shows the address, because an address
+    may contain a password. The import of Apprise takes half a second.
     """
     if find_spec("apprise") is None:
         raise ValueError(f"{KEY}={path} needs the package apprise: {INSTALL}")
@@ -324,16 +330,18 @@ def read_receivers(path: Path) -> list[tuple[str, Notify]]:
         mode = path.stat().st_mode
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{KEY}={path} cannot be read: {error}. Name a text file with one address a line.") from error
+        raise ValueError(
+            f"{KEY}={path} cannot be read: {error}. Name a text file with one address per line."
+        ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
             f"{KEY}={path} has the mode {stat.S_IMODE(mode):o}, but addresses hold passwords: chmod 600 it."
         )
     import apprise
 
-    logging.getLogger("apprise").addHandler(logging.NullHandler())  # its log lines contain addresses
+    logging.getLogger("apprise").addHandler(logging.NullHandler())  # Apprise logs addresses
     logging.getLogger("apprise").propagate = False
-    memory = apprise.PersistentStoreMode.MEMORY  # it writes no files
+    memory = apprise.PersistentStoreMode.MEMORY  # Apprise then writes no files
     asset = apprise.AppriseAsset(app_id="Relax", app_desc="Relax", storage_mode=memory, secure_logging=True)
     found: list[tuple[str, Notify]] = []
     for number, line in enumerate(lines, 1):
@@ -352,7 +360,7 @@ def read_receivers(path: Path) -> list[tuple[str, Notify]]:
         host = getattr(server, "host", None) or ""
         found.append((f"{address.partition('://')[0]} {host}".strip(), partial(_notify, server)))
     if not found:
-        raise ValueError(f"{KEY}={path} has no address. Write one a line, such as json://HOST/PATH.")
+        raise ValueError(f"{KEY}={path} has no address. Write one per line, such as json://HOST/PATH.")
     return found
 
 
@@ -360,11 +368,11 @@ def _notify(server: Any, title: str, text: str) -> bool:
     return bool(server.notify(title=title, body=text))
 
 
-END_S = 40.0  # enough for three tries
+END_S = 40.0  # enough for three attempts
 
 
 def send_message(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> list[str]:
-    """Sends a message to all receivers and returns a line for each receiver that did not accept it."""
+    """Sends a message to all receivers. Returns a line for each receiver that did not accept the message."""
     lines: list[str] = []
     sender = AlarmSender(receivers, lines.append)
     sender.put(title, text)

@@ -1,11 +1,13 @@
-"""Event log of a run: each process appends events to its own files, and one reader merges them.
+"""Writes and reads the event log of a run.
 
-``RUN/events/ATTEMPT.WRITER.START.jsonl`` has one JSON object per line, whose ``type`` names the kind of `Event`.
-ATTEMPT counts the starts of all services of the run, and START the starts of this writer within the attempt. So each
-file has one writer and only grows. The last line may be incomplete if the writer was killed.
+Each process appends events to separate files, and `EventReader` merges them.
 
-Events are ordered by attempt, then by time. An attempt that continues from a checkpoint begins with a resume event,
-which undoes the later steps of the earlier attempts.
+``RUN/events/ATTEMPT.WRITER.START.jsonl`` has one JSON object per line. The field ``type`` names the kind of `Event`.
+ATTEMPT counts the starts of all services of the run. START counts the starts of this writer within the attempt. So each
+file has one writer and only grows. If the writer was killed, the last line may be incomplete.
+
+Events are ordered by attempt, then by time. An attempt that continues from a checkpoint of step s begins with a resume
+event. Readers then ignore the events of earlier attempts for step s and later steps.
 """
 
 from __future__ import annotations
@@ -32,31 +34,31 @@ from relax_core.contracts.untrusted_files import decode_json, open_plain
 
 log = logging.getLogger(__name__)
 EVENTS_FOLDER = "events"
-CONTROLLER = "controller"  # the writer of resume events
+CONTROLLER = "controller"  # writer of resume events
 ACTOR = "actor"  # source of one record per train step
 ROLLOUT = "rollout"  # source of one record per generated prompt batch
-EVAL = "eval"  # source of one record per evaluation; its step is the weight version
+EVAL = "eval"  # source of one record per evaluation; the record's step is the weight version
 SKELETONS = "skeletons"  # kind of text record: the most frequent forms of correct answers in an evaluation
 RANK = "rank"  # source of the timings of the trainer's ranks, one record per train step
 PROCESS = "process"  # source of the resource usage of the run's processes, one record every few seconds
-LEDGER = "ledger"  # source of the ledger's drop counts, one record per train step from the first dropped sample on
-RUN = "run"  # source of events of the run itself
+LEDGER = "ledger"  # source of the ledger's drop counts; one record per train step once a sample was dropped
+RUN = "run"  # source of events about the whole run
 RESUMED = "resumed"
 BAD_ROWS = "bad_rows"  # kind of text record: skipped data rows
 
-KEPT_RECORDS = 10_000  # records that wait for the disk, about 20 MB
-RETRY_S = 1.0  # between two tries to write, such as on a full disk
+KEPT_RECORDS = 10_000  # limit of records that wait to be written, about 20 MB
+RETRY_S = 1.0  # pause between two attempts to write, for example on a full disk
 FLUSH_S = 10.0
-READ_BYTES = 4 * 2**20  # bytes of one read from a file; longer lines are not allowed
-CALL_BYTES, MIN_BYTES = 32 * 2**20, 16 * 2**10  # bytes that one call reads: from all files, and at least from each
+READ_BYTES = 4 * 2**20  # limit of one read from a file, and of a line
+CALL_BYTES, MIN_BYTES = 32 * 2**20, 16 * 2**10  # bytes that one call reads: in total, and at least per file
 MAX_STEP, MAX_TIME_S = 2**53, 1e11
 MAX_FILES = 20_000
-MAX_TAILS, TAIL_BYTES = 16, 2**18  # files whose ends are read for the newest numbers, and bytes of each end
+MAX_TAILS, TAIL_BYTES = 16, 2**18  # `newest_metrics` reads at most this number of files, this much of each
 _NAME = re.compile(r"(\d{4,9})\.[\w-]+\.\d+\.jsonl")
 
 
 class GapRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gap", tag_field="type"):
-    """Reports that a writer left out ``records`` records, because the disk accepted no writes for too long."""
+    """Reports that a writer left out ``records`` records, because it could not write to the disk for too long."""
 
     records: int
     time_s: float
@@ -66,9 +68,9 @@ class GapRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gap", tag_field=
 class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="type"):
     """Holds one message about a run.
 
-    ``event`` is one of `relax_core.config.schema.EVENTS`. Messages with the same event and ``cause`` belong together;
-    ``kind`` says whether the cause is new, repeated, or over. ``left_out`` counts its unreported occurrences since the
-    previous message.
+    ``event`` is an entry of `relax_core.config.schema.EVENTS`. ``cause`` names the problem. All messages about one
+    problem have the same event and cause. ``kind`` says whether the problem is new, repeated or over. ``left_out`` is
+    the number of unreported occurrences since the previous message.
     """
 
     time_s: float
@@ -82,7 +84,7 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="t
 
 
 class OrderChange(msgspec.Struct, frozen=True, kw_only=True, tag="order", tag_field="type"):
-    """Holds one change of orders, engines or the autoscaler, as `relax_core.server.engine_order_store` writes it."""
+    """Holds one change of orders, engines or the autoscaler. `relax_core.server.engine_order_store` writes it."""
 
     time_s: float
     change: msgspec.Raw
@@ -102,10 +104,10 @@ class TokensAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds the metrics of a sample that the rollout generated, with the names of `relax_core.contracts.tree.Episode`.
+    """Holds the metrics of a generated sample. The names are those of `relax_core.contracts.tree.Episode`.
 
     ``length`` is the number of sampled tokens, ``turns`` the number of turns, and ``engine`` the engine of the first
-    turn. ``version`` is the weight version of the oldest trained token, None for a sample that was not put on the bus.
+    turn. ``version`` is the weight version of the oldest trained token, or None if the sample was not put on the bus.
     """
 
     uid: str
@@ -120,7 +122,7 @@ class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_field="type"):
-    """Holds the samples of one group that the rollout generated. The ledger has the end of each sample."""
+    """Holds the samples of one generated group. The ledger records how each sample ended."""
 
     group_uid: str
     time_s: float
@@ -130,10 +132,10 @@ class MadeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="made", tag_fiel
 
 
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", tag_field="type"):
-    """Holds the metrics of samples of one group that a trainer rank trained at train step ``step``.
+    """Holds metrics of the samples of one group that a trainer rank trained at train step ``step``.
 
-    For each sample, ``lengths`` has the number of sampled tokens, ``trained`` the number of unmasked tokens, and
-    ``versions`` the weight version of the oldest trained token.
+    Each list has one value per sample: ``lengths`` the number of sampled tokens, ``trained`` the number of unmasked
+    tokens, ``versions`` the weight version of the oldest trained token.
     """
 
     group_uid: str
@@ -148,7 +150,7 @@ class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="trained", ta
 
 Event = Record | GapRecord | Alarm | OrderChange | MadeRecord | TrainedRecord
 ALARMS, ORDERS = "alarms", "orders"  # writers with separate files; these files start no attempt
-SAMPLES = "samples-"  # prefix of the writers of sample records; only readers that request these open their files
+SAMPLES = "samples-"  # prefix of the writers of sample records; other readers do not open these files
 
 
 class _NumbersLine(msgspec.Struct, tag="numbers", tag_field="type"):
@@ -165,18 +167,18 @@ _decoder = msgspec.json.Decoder(
 
 # -- Records ----------------------------------------------------------------------------------------------------------
 def metric_record(source: str, step: int, values: Mapping[str, float]) -> MetricRecord:
-    """Makes a record with the current time. Raises TypeError or ValueError if a value is not a number."""
+    """Returns a metric record with the current time. Raises TypeError or ValueError if a value is not a number."""
     numbers = {name: float(value) for name, value in values.items()}
     return MetricRecord(source=source, step=step, time_s=time.time(), values=numbers)
 
 
 def text_record(kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> TextRecord:
-    """Makes a record with the current time."""
+    """Returns a text record with the current time."""
     return TextRecord(kind=kind, step=step, time_s=time.time(), rows=[dict(row) for row in rows])
 
 
 def bad_rows_kind(worker: int) -> str:
-    """Returns the ``kind`` of the text records in which a rollout worker lists its skipped data rows."""
+    """Returns the ``kind`` of the text records that list a rollout worker's skipped data rows."""
     return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
 
 
@@ -186,7 +188,7 @@ def is_resume(record: Event) -> bool:
 
 
 def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
-    """Returns the valid records. A resume at step s undoes the earlier records for step s and later steps."""
+    """Returns the records that no resume undid. A resume at step s undoes all earlier records of steps >= s."""
     kept: list[MetricRecord] = []
     for record in records:
         if is_resume(record):
@@ -197,27 +199,27 @@ def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
 
 
 def by_step(records: Iterable[MetricRecord], source: str) -> dict[int, dict[str, float]]:
-    """Returns step → values of ``source``, in order of step. The last record of a step counts."""
+    """Returns step → values of ``source``, in order of step. A later record of a step replaces an earlier record."""
     values = {record.step: record.values for record in records if record.source == source}
     return dict(sorted(values.items()))
 
 
 # -- The writer -------------------------------------------------------------------------------------------------------
 class AppendFile:
-    """Appends whole batches to a file, after those of an earlier process.
+    """Appends to a file that an earlier process may have begun. Each batch is written completely or not at all.
 
     ``size`` is its valid length in bytes.
     """
 
     def __init__(self, path: Path, *, lines: bool) -> None:
-        """Opens or creates the file. With ``lines`` it removes an incomplete last line of a killed writer."""
+        """Opens or creates the file. With ``lines``, removes an incomplete last line that a killed writer left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self.size = self._end_of_last_line() if lines else self._file.seek(0, os.SEEK_END)
         self._rewind()
 
     def append(self, data: bytes) -> None:
-        """Appends ``data``. If not all of it can be written, it restores the file and raises OSError."""
+        """Appends ``data``. If a part cannot be written, restores the file and raises OSError."""
         view = memoryview(data)
         try:
             while view:
@@ -248,10 +250,10 @@ class AppendFile:
 
 
 class EventWriter:
-    """Appends the events of one process to the log in a background thread, so that no caller waits for the disk.
+    """Appends the events of one process to the log in a background thread. Callers never wait for the disk.
 
-    All methods are thread-safe. Events that cannot be written wait and are retried. While `KEPT_RECORDS` wait, newer
-    events are left out and counted in a `GapRecord`. ``problem`` is the reason why writing fails, or "".
+    All methods are thread-safe. Events that cannot be written stay in a queue and are retried. If `KEPT_RECORDS` events
+    wait, newer events are dropped and counted in a `GapRecord`. ``problem`` is the current write error, or "".
     """
 
     def __init__(self, run_dir: Path, writer: str, *, attempt: int = 0) -> None:
@@ -260,18 +262,18 @@ class EventWriter:
         self._run_dir, self._writer = run_dir, writer
         self._wake = threading.Condition()
         self._attempt = attempt
-        self._waiting: list[tuple[int, Event]] = []  # attempt and event
+        self._waiting: list[tuple[int, Event]] = []  # (attempt, event)
         self._put = self._written = 0
-        self._unreported = 0  # records that were left out since the newest gap
+        self._unreported = 0  # records dropped since the newest gap record
         self._ended = False
         self._file: AppendFile | None = None
         self._file_attempt = -1
         self._thread: threading.Thread | None = None
 
     def begin_attempt(self, step: int) -> int:
-        """Begins a new attempt, which continues after ``step`` train steps, and returns its number.
+        """Begins a new attempt that continues after ``step`` train steps. Returns the number of the attempt.
 
-        It writes a resume event, unless the attempt is the first and begins at step 0.
+        Writes a resume event, except for a first attempt that begins at step 0.
         """
         names = [name.split(".") for name in event_files(self._run_dir)]
         numbers = [int(attempt) for attempt, writer, *_ in names if writer not in (ALARMS, ORDERS)]
@@ -305,7 +307,7 @@ class EventWriter:
                 self._thread.start()
 
     def flush(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Waits until all events so far are in the file. Raises TimeoutError, which names the cause."""
+        """Waits until all events so far are in the file. Raises TimeoutError with the cause."""
         with self._wake:
             upto = self._put
             if not self._wake.wait_for(lambda: self._written >= upto, timeout_s):
@@ -314,7 +316,7 @@ class EventWriter:
                 )
 
     def close(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Writes the waiting events and ends the thread. Raises TimeoutError as `flush` does."""
+        """Writes the waiting events and ends the thread. Raises TimeoutError if that takes too long."""
         try:
             self.flush(timeout_s=timeout_s)
         finally:
@@ -367,7 +369,7 @@ class EventWriter:
 
 
 class EventFile:
-    """Appends events to the log in the caller's thread, so that the caller gets any error.
+    """Appends events to the log in the caller's thread. The caller gets any error.
 
     Without ``attempt`` the events belong to the newest attempt.
     """
@@ -377,9 +379,9 @@ class EventFile:
         self._path: Path | None = None
 
     def append(self, *events: Event) -> int:
-        """Appends events and returns how many were left out because their lines are too long for the reader.
+        """Appends events. Returns the number of events that were left out because their lines exceed `READ_BYTES`.
 
-        Raises OSError if the remaining events cannot all be written; in this case none is written.
+        Raises OSError if the events cannot be written. Then the file is unchanged.
         """
         if self._path is None:
             attempt = self._attempt
@@ -417,22 +419,23 @@ class EventLocation(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Holds one line of a file: its sort key, its event (None if not requested), and its place."""
+    """Holds one line of a file: its sort key, its event (None if not requested) and its location."""
 
-    is_later: bool  # False for a resume event, which comes first in its attempt
+    is_later: bool  # False for a resume event, which is sorted first in its attempt
     time_s: float
     event: Event | None
     place: EventLocation
 
 
 class EventReader:
-    """Reads the event log of a run from a cursor on, also while it is being written or after it was copied.
+    """Reads the event log of a run, starting at a cursor. The run may still be writing, or the log may be a copy.
 
-    ``cursor`` maps each file to the number of bytes that were read, and may be saved for a later reader. ``kinds`` are
-    the event types to return, by default all but alarms, orders and samples. With ``writer`` only the files of this
-    writer are read. If ``kinds`` has a type of sample records, only the sample files and the controller's files, which
-    have the resume events, are read. ``count`` is the number of returned events. ``problems`` maps each file to the
-    reason why it, or a line of it, cannot be read. Returned events are not kept in memory.
+    ``cursor`` maps each file to the number of bytes read so far. It may be saved for a later reader. ``kinds`` are the
+    event types to return, by default all types except alarms, orders and samples. With ``writer``, only the files of
+    this writer are read. If ``kinds`` has a type of sample records, the reader opens only the sample files and the
+    controller's files, because the controller's files have the resume events. ``count`` is the number of returned
+    events. ``problems`` maps a file name to the reason why the file, or a line in it, cannot be read. The reader does
+    not keep returned events in memory.
     """
 
     def __init__(
@@ -449,15 +452,18 @@ class EventReader:
         self._run_dir, self._writer = run_dir, writer
         self._of_samples = bool({"made", "trained"} & set(kinds or ()))
         self._prefixes = None if kinds is None else tuple(f'{{"type":"{kind}"'.encode() for kind in kinds)
-        self._left: set[str] = set()  # files that are no longer read
-        self._starts: dict[int, int] = {}  # attempt → the number of train steps after which it continues
+        self._left: set[str] = set()  # files that cannot be read any further
+        self._starts: dict[int, int] = {}  # attempt → number of train steps after which the attempt continues
 
     def read(self) -> list[Event]:
-        """Returns the next events of one attempt in order, at most a few MiB; empty if there are none now."""
+        """Returns the next events of one attempt in order, at most a few MiB.
+
+        The list is empty at the end of the log.
+        """
         return [event for event, _ in self.read_placed()]
 
     def read_placed(self) -> list[tuple[Event, EventLocation]]:
-        """Returns the events of `read`, each with its place for `read_event`."""
+        """Reads like `read`. Returns each event with its location, an argument of `read_event`."""
         while True:
             before = dict(self.cursor)
             for names in self._unread():
@@ -465,7 +471,7 @@ class EventReader:
                 self.count += len(events)
                 if events:
                     return events
-                if before != self.cursor:  # only events of other kinds were read, and the attempt may have more
+                if before != self.cursor:  # all lines were of other kinds; the attempt may have more lines
                     break
             if before == self.cursor:
                 return []
@@ -476,7 +482,7 @@ class EventReader:
             yield from events
 
     def _unread(self) -> list[list[str]]:
-        """Returns the files with unread bytes, grouped by attempt; an incomplete last line stays unread."""
+        """Returns the files with unread bytes, grouped by attempt."""
         attempts: dict[int, list[str]] = {}
         for name, size in event_files(self._run_dir).items():
             if size > self.cursor.get(name, 0) and name not in self._left and self._reads(name.split(".")[1]):
@@ -491,10 +497,10 @@ class EventReader:
     def _next_of(self, names: Sequence[str]) -> list[tuple[Event, EventLocation]]:
         attempt = int(names[0].partition(".")[0])
         entries: list[_Entry] = []
-        until = math.inf  # some file has unread events from this time on
+        until = math.inf  # from this time on, some file may have unread events
         max_bytes, read_bytes = min(READ_BYTES, max(MIN_BYTES, CALL_BYTES // len(names))), 0
         for name in names:
-            if read_bytes > 2 * CALL_BYTES:  # many long lines; the next call reads the other files, out of order
+            if read_bytes > 2 * CALL_BYTES:  # enough read; the next call reads the remaining files, out of order
                 break
             own, is_cut = self._entries(name, max_bytes)
             read_bytes += own[-1].place.offset + own[-1].place.size - own[0].place.offset if own else 0
@@ -518,7 +524,10 @@ class EventReader:
         return any(number > attempt and event.step >= step for number, step in self._starts.items())
 
     def _entries(self, name: str, max_bytes: int) -> tuple[list[_Entry], bool]:
-        """Returns the next complete lines of a file, at least one if there is one, and whether the file has more."""
+        """Returns the next complete lines of a file, if any at least one.
+
+        Also returns whether the file has more lines.
+        """
         offset, found, time_s = self.cursor.get(name, 0), [], 0.0
         try:
             with open_plain(self._run_dir / EVENTS_FOLDER / name) as file:
@@ -537,7 +546,7 @@ class EventReader:
         for line in data[:end].splitlines(keepends=True):
             event = self._event(name, line)
             if event is not None:
-                time_s = max(time_s, event.time_s)  # the order of a file is kept even if the clock was set back
+                time_s = max(time_s, event.time_s)  # keeps the order of the file even if the clock was set back
             place = EventLocation(name, offset, len(line))
             found.append(_Entry(event is None or not is_resume(event), time_s, event, place))
             offset += len(line)
@@ -565,9 +574,9 @@ def _decoded(line: bytes) -> Event:
 
 
 def read_event(run_dir: Path, place: EventLocation) -> Event:
-    """Returns the event at a place from `EventReader.read_placed`.
+    """Returns the event at a location from `EventReader.read_placed`.
 
-    Raises OSError if the file cannot be read, and ValueError if the place has no event.
+    Raises OSError if the file cannot be read, and ValueError if the location has no event.
     """
     with open_plain(run_dir / EVENTS_FOLDER / place.name) as file:
         file.seek(place.offset)
@@ -575,7 +584,7 @@ def read_event(run_dir: Path, place: EventLocation) -> Event:
 
 
 def event_files(run_dir: Path) -> dict[str, int]:
-    """Returns the name and size in bytes of each log file, sorted by name; links and special files are left out."""
+    """Returns the name and size in bytes of each log file, sorted by name. Ignores links and special files."""
     if (run_dir / EVENTS_FOLDER).is_symlink():
         return {}
     try:
@@ -592,12 +601,12 @@ def event_files(run_dir: Path) -> dict[str, int]:
 
 
 def of_samples(name: str) -> bool:
-    """Returns whether this is the name of a file of sample records."""
+    """Returns whether ``name`` is the name of a file with sample records."""
     return name.split(".")[1].startswith(SAMPLES)
 
 
 def newest_metrics(run_dir: Path) -> dict[str, MetricRecord]:
-    """Returns the newest record of each source, read cheaply from the ends of the newest log files."""
+    """Returns the newest record of each source. Reads only the ends of the newest log files."""
     files = event_files(run_dir)
     newest = sorted((name for name in files if not of_samples(name)), reverse=True)[:MAX_TAILS]
     cursor = files | {name: max(0, files[name] - TAIL_BYTES) for name in newest}
@@ -613,11 +622,11 @@ def each_metric(run_dir: Path) -> Iterator[MetricRecord]:
 
 
 def read_metrics(run_dir: Path) -> list[MetricRecord]:
-    """Returns all records of `each_metric` as a list, which takes much memory for a long run."""
+    """Returns all records of `each_metric` as a list. The list of a long run takes much memory."""
     return list(each_metric(run_dir))
 
 
 def read_texts(run_dir: Path, kind: str | None = None) -> list[TextRecord]:
-    """Returns the texts that a run has recorded so far, in order, or those of one kind."""
+    """Returns the text records of a run so far, in order. With ``kind``, only the records of this kind."""
     events = EventReader(run_dir, kinds=("texts",)).each()
     return [event for event in events if isinstance(event, TextRecord) and kind in (None, event.kind)]

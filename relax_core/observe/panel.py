@@ -1,4 +1,4 @@
-"""Shows a run in progress from its metric records: as a live panel on a terminal, as plain lines elsewhere."""
+"""Shows the metrics of a run in progress: as a live panel on a terminal, as plain lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ STARTING = "starting"
 
 @dataclass(frozen=True, kw_only=True)
 class PanelState:
-    """Holds the state of a run.
+    """Holds the state of a run that the panel shows.
 
-    ``step`` is the number of train steps done. ``records`` are the newest records, in order; they may repeat records of
-    an earlier state. ``message`` is a line for the user. ``records_dropped`` maps each metrics sink to the number of
-    records that it lacks. ``stragglers`` are short descriptions of the processes that are slower than their peers.
+    ``step`` is the number of finished train steps. ``records`` are the newest records, in order. They may repeat
+    records of an earlier state. ``message`` is a line for the user. ``records_dropped`` maps the name of a metrics sink
+    to the number of records that did not reach the sink. ``stragglers`` are short descriptions of the processes that
+    are slower than their peers.
     """
 
     step: int
@@ -53,11 +54,11 @@ class PanelState:
 
 
 class Panel:
-    """Shows the states that `update` receives while it is used as a context manager, from one thread.
+    """Shows the states that `update` receives. It is a context manager, for use in one thread.
 
-    The live panel is drawn at most twice a second. With ``live=False`` (run.panel=false) it prints plain lines even on
-    a terminal: every ``LINE_STEPS`` steps or ``LINE_S`` seconds, when a role changes its state, and every ``STALL_S``
-    seconds without a train step, with the state of each role.
+    The live panel is drawn at most twice a second. With ``live=False`` (run.panel=false), plain lines are printed even
+    on a terminal: every ``LINE_STEPS`` steps or ``LINE_S`` seconds, and when a role changes its state. If no train step
+    ends for ``STALL_S`` seconds, a line shows the state of each role.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Panel:
         self._is_open = False
         self._drawn = 0.0
         self._live: Live | None = None
-        # rich treats FORCE_COLOR as a terminal, but a log in CI is not one
+        # with FORCE_COLOR rich assumes a terminal, but a log in CI is not a terminal
         if live and self._console.is_interactive and self._console.file.isatty():
             self._live = Live(console=self._console, auto_refresh=False)
         self._line_step = 0
@@ -94,7 +95,7 @@ class Panel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shows the last state. A panel that was entered twice closes with the inner block."""
+        """Shows the last state and closes the panel. If two ``with`` blocks are nested, the inner block closes it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -106,7 +107,7 @@ class Panel:
         self._live.stop()
 
     def starting(self, roles: Sequence[str], *, first: str) -> None:
-        """Shows that ``first`` is starting and that the ``roles`` start after it, before any role has a state."""
+        """Shows that ``first`` is starting and that the ``roles`` will start next. Used before any role has a state."""
         if self._live is None:
             self._printed_roles = dict.fromkeys(roles, STARTING)
             self._print(f"starting {first}, then {', '.join(roles)}")
@@ -116,7 +117,7 @@ class Panel:
         self._live.update(picture(self._view()), refresh=True)
 
     def update(self, state: PanelState) -> None:
-        """Stores the newest state, and shows it if an update is due."""
+        """Stores the newest state. Redraws the panel or prints lines if that is due."""
         self._state = state
         self._numbers.merge(state.records)
         now = time.monotonic()
@@ -127,7 +128,7 @@ class Panel:
             self._live.update(picture(self._view()), refresh=True)
 
     def print_line(self, text: str) -> None:
-        """Prints a line that stays on the screen, above the live panel if there is one."""
+        """Prints a line that stays on the screen, above a live panel."""
         self._print(text)
 
     def _view(self) -> PanelView:
@@ -169,9 +170,10 @@ class Panel:
             self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
 
     def _recorded_step(self) -> int:
-        """Returns the number of train steps up to the newest record, whose metrics a line shows.
+        """Returns the number of train steps up to the newest record.
 
-        It can briefly differ from the state's step, because records and state arrive on different channels.
+        Lines show the metrics of the newest record. The number can briefly differ from the state's ``step``, because
+        records and states arrive on different channels.
         """
         newest = self._numbers.latest_step(ACTOR)
         return self._state.step if newest is None else newest + 1
@@ -182,15 +184,15 @@ class Panel:
         self._print(line(dataclasses.replace(self._view(), step=self._line_step)))
 
     def _print(self, text: str) -> None:
-        """Prints one line without wrapping it, because logs are searched by line."""
+        """Prints one line without wrapping, because users search logs by line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _state_text(role: RoleState) -> str:
     """Returns a role's state for a plain line, without the role's name.
 
-    It merges states that change many times a second: running and waiting, and the details of a start. The line about a
-    stalled run shows them.
+    States that alternate many times a second get the same text: "running" and "waiting", and the details of a start.
+    Only the line about a stalled run shows them separately.
     """
     if role.state in ("running", "waiting"):
         return "at work"
@@ -203,7 +205,7 @@ UNKNOWN = "–"
 
 
 def sparkline(values: Sequence[float], *, width: int, low: float | None = None, high: float | None = None) -> str:
-    """Draws ``values`` as at most ``width`` blocks; each block shows the mean of an equal share of the values.
+    """Draws ``values`` as at most ``width`` blocks. Each block shows the mean of an equal share of the values.
 
     ``low`` and ``high`` are the ends of the scale, by default the smallest and the largest mean.
     """
@@ -219,7 +221,7 @@ def sparkline(values: Sequence[float], *, width: int, low: float | None = None, 
 
 
 def block(value: float, *, low: float, high: float) -> str:
-    """Returns one block whose height shows where ``value`` lies between ``low`` and ``high``."""
+    """Returns one block. Its height shows the position of ``value`` between ``low`` and ``high``."""
     if high <= low:
         return BLOCKS[0]
     height = int((value - low) / (high - low) * len(BLOCKS))
@@ -253,9 +255,9 @@ def duration(seconds: float | None) -> str:
 
 
 class ShownConsole(Console):
-    """Prints untrusted text with rich: only rich's own colours and cursor movements reach the terminal unescaped.
+    """Prints untrusted text with rich. Control codes in the text are escaped; codes from rich are not.
 
-    Relax uses no other console, because `ShownStream` would escape the codes of any other console.
+    All code of Relax uses this console, because `ShownStream` would escape the codes of any other console.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -266,7 +268,7 @@ class ShownConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Returns the stream without its filter, because `render` has already escaped the text."""
+        """Returns the unfiltered stream, because `render` has already escaped the text."""
         found = super().file
         return getattr(found, "unfiltered", found)
 
@@ -280,10 +282,10 @@ RoleStateName = Literal["starting", "ready", "running", "waiting", "restarting",
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """Holds the state of one worker.
+    """Holds the state of one worker, as the panel shows it.
 
-    ``since_s`` is the number of seconds in this state. ``restarts`` counts how often its process was replaced.
-    ``detail`` says what it waits for, or why it failed.
+    ``since_s`` is the number of seconds in this state. ``restarts`` counts the restarts of its process. ``detail`` is
+    the reason for waiting or for a failure.
     """
 
     name: str
@@ -294,21 +296,21 @@ class RoleState:
 
 
 KEPT_STEPS = 2_000
-RATE_STEPS = 20  # speed is the mean over this number of newest steps
-CURVES = ("reward", "exact", "entropy")  # metrics kept of older steps; all metrics of a step take about 10 KB
+RATE_STEPS = 20  # the speed is a mean over this number of newest steps
+CURVES = ("reward", "exact", "entropy")  # the only metrics kept of older steps; all of a step take 10 KB
 
 
 class RunningNumbers:
-    """Holds all metrics of the newest steps, and the curves of older steps.
+    """Holds all metrics of the newest steps, and the metrics `CURVES` of older steps.
 
-    A record that is merged twice counts once.
+    Merging a record a second time has no effect.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}, ROLLOUT: {}}
 
     def merge(self, records: Iterable[MetricRecord]) -> None:
-        """Takes records in order. A resume removes the later steps."""
+        """Adds records, which must be in order. A resume record removes the later steps."""
         for record in records:
             if is_resume(record):
                 for values in self._values.values():
@@ -330,7 +332,7 @@ class RunningNumbers:
         return None
 
     def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
-        """Returns the newest record's value, or None if that record has none."""
+        """Returns the value in the newest record, or None if that record lacks it."""
         newest = self.newest(source)
         return newest[name] if name in newest and math.isfinite(newest[name]) else None
 
@@ -343,7 +345,7 @@ class RunningNumbers:
         return next(reversed(self._values[source]), None)
 
     def curve(self, name: str, *, source: str = ACTOR) -> list[float]:
-        """Returns the value of each step that has one, in order; ``name`` is one of `CURVES`."""
+        """Returns the values of ``name``, one of `CURVES`, in order of steps. Leaves out steps without a value."""
         return [values[name] for values in self._values[source].values() if name in values]
 
     def per_second(self, name: str) -> float | None:
@@ -364,7 +366,7 @@ class RunningNumbers:
 
 SPARK_WIDTH = 18
 STALENESS_SHOWN = 8
-MAX_LINES = 3  # about episodes, rewards and judges; with five roles more would not fit into 24 lines
+MAX_LINES = 3  # limit of lines about episodes, rewards and judges; more would not fit into 24 lines with five roles
 STATE_STYLES = {
     "starting": "cyan",
     "ready": "cyan",
@@ -376,12 +378,12 @@ STATE_STYLES = {
 }
 
 
-Metrics = tuple[str, str, str, str, str]  # label, value and curve of one metric; label and value of another
+Metrics = tuple[str, str, str, str, str]  # label, value and curve of one metric; label and value of a second metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelView:
-    """Holds the content of one drawing of the panel.
+    """Holds the content of the panel at one moment.
 
     ``elapsed_s`` counts the seconds since the panel opened.
     """
@@ -408,7 +410,7 @@ class PanelView:
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
     parts: list[RenderableType] = [_progress(view), _metrics(view), _roles(view.roles)]
-    if not _more_lines(view.numbers) and not view.stragglers:  # they replace the blank lines
+    if not _more_lines(view.numbers) and not view.stragglers:  # these lines replace the blank lines
         parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
@@ -424,7 +426,7 @@ def picture(view: PanelView) -> RenderableType:
 
 
 def line(view: PanelView) -> str:
-    """Returns the metrics of the newest step as one plain line; metrics that the step lacks are left out."""
+    """Returns the metrics of the newest step as one plain line. Leaves out missing metrics."""
     numbers = view.numbers
     parts = [f"step {view.step}/{view.total_steps}"]
     for label, value, spec in (
@@ -493,7 +495,7 @@ def _metrics(view: PanelView) -> Table:
 
 
 def _results(numbers: RunningNumbers) -> list[Metrics]:
-    """Returns the rows for rewards, accuracy and loss, each next to another metric of the step."""
+    """Returns the rows for rewards, accuracy and loss. Each row also shows a second metric of the step."""
     eval_step = numbers.latest_step(EVAL)
     return [
         (
@@ -528,7 +530,7 @@ def _results(numbers: RunningNumbers) -> list[Metrics]:
 
 
 def _diagnostics(numbers: RunningNumbers) -> list[Metrics]:
-    """Returns the metrics that show whether the run is healthy."""
+    """Returns the rows that show whether the run is healthy."""
     return [
         (
             "log-prob gap",
@@ -594,13 +596,13 @@ def _bus_metrics(view: PanelView) -> Table:
 
 
 def _more_lines(numbers: RunningNumbers) -> list[tuple[str, str]]:
-    """Returns the lines about episodes of several turns, rewards and judges, at most `MAX_LINES`."""
+    """Returns at most `MAX_LINES` lines about multi-turn episodes, rewards and judges."""
     of_rewards = list(panel_lines(numbers.newest(ROLLOUT)))
     return [*_episodes(numbers)[: MAX_LINES - len(of_rewards)], *of_rewards]
 
 
 def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
-    """Returns the lines about the newest episodes of several turns; none for an environment of one turn."""
+    """Returns the lines about the newest multi-turn episodes. Empty for a single-turn environment."""
     newest = numbers.newest(ROLLOUT)
     if "turns" not in newest:
         return []
@@ -621,7 +623,7 @@ def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """Returns the counts and their names, the largest count first."""
+    """Returns the counts with their names as text, the largest count first."""
     return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda entry: -entry[1]))
 
 

@@ -1,4 +1,4 @@
-"""Measures the resource usage of a process of the run and its children: CPU cores, memory and, with NVML, GPUs."""
+"""Measures the CPU, memory and GPU usage of a process of the run and of its children. GPU usage needs NVML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 USAGE_S = 5.0  # the shortest time between two measurements
-CHILDREN_S = 30.0  # interval of the search for children, which reads a file per thread
+CHILDREN_S = 30.0  # interval of the search for children; a search reads one file per thread
 MB = 1e6
 _CGROUP = Path("/sys/fs/cgroup")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -20,7 +20,7 @@ _UTIME, _RSS = 11, 21  # field numbers in /proc/PID/stat after the program name
 
 
 class GpuUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds NVML's measurements of one GPU: the share of time in which it was busy, and its used memory in MB."""
+    """Holds NVML's measurements of one GPU: the share of time with work (0 to 1), and the used memory in MB."""
 
     index: int
     busy: float
@@ -28,10 +28,11 @@ class GpuUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a process's CPU cores since the previous measurement, and its resident memory in MB, with shared pages.
+    """Holds the resource usage of one process at one measurement.
 
-    ``children`` is the number of its children; ``children_cores`` and ``children_memory_mb`` are their totals. ``gpus``
-    are the GPUs that this process may use.
+    ``cores`` is the CPU time per second of wall time since the previous measurement. ``memory_mb`` is the resident
+    memory in MB, with shared pages. ``children`` is the number of child processes; ``children_cores`` and
+    ``children_memory_mb`` are totals over them. ``gpus`` are the GPUs that the process may use.
     """
 
     cores: float
@@ -43,7 +44,7 @@ class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageMeter:
-    """Measures a process of this host, by default this one, at most once in `USAGE_S` seconds."""
+    """Measures a process of this host at most once in `USAGE_S` seconds. The default is the calling process."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = os.getpid() if pid is None else pid
@@ -51,10 +52,13 @@ class UsageMeter:
         self._newest: ProcessUsage | None = None
         self._measured = self._looked = -CHILDREN_S
         self._children: set[int] = set()
-        self._cpu_s: dict[int, float] = {}  # by pid, at the newest measurement
+        self._cpu_s: dict[int, float] = {}  # pid → CPU seconds at the newest measurement
 
     def newest(self, known_children: Collection[int] = ()) -> ProcessUsage | None:
-        """Returns the newest measurement; None before there are two, and for a process that has ended."""
+        """Returns the newest measurement.
+
+        Returns None before the second measurement and after the end of the process.
+        """
         now = time.monotonic()
         if now - self._measured < USAGE_S:
             return self._newest
@@ -79,7 +83,7 @@ class UsageMeter:
 
 
 def usage_numbers(name: str, usage: ProcessUsage) -> dict[str, float]:
-    """Returns the metrics of a process, under names that begin with ``name``."""
+    """Returns the usage as metrics. The metric names begin with ``name``."""
     numbers = {"cores": usage.cores, "memory_mb": usage.memory_mb}
     if usage.children:
         numbers |= {
@@ -93,7 +97,7 @@ def usage_numbers(name: str, usage: ProcessUsage) -> dict[str, float]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Returns the pids of a process's children; empty if it has ended or the kernel does not list them."""
+    """Returns the pids of a process's children. Empty if the process has ended or the kernel lists no children."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         return {int(child) for task in tasks for child in _text(task / "children").split()}
@@ -109,7 +113,7 @@ def _text(path: Path) -> str:
 
 
 def _used(pid: int) -> tuple[float, int] | None:
-    """Returns the CPU seconds since the start, and the resident memory in bytes; None for a process that has ended."""
+    """Returns the CPU seconds since the start and the resident memory in bytes, or None if the process has ended."""
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if len(fields) <= _RSS or fields[0] == "Z":
         return None
@@ -118,7 +122,7 @@ def _used(pid: int) -> tuple[float, int] | None:
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 def gpu_usages() -> Iterable[GpuUsage]:
-    """Yields the usage of each GPU in CUDA_VISIBLE_DEVICES; nothing if it is not set, without NVML or without a GPU."""
+    """Yields the usage of each GPU in CUDA_VISIBLE_DEVICES. Empty if the variable, NVML or a GPU is missing."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     nvml = _nvml() if visible else None
     if nvml is None:
@@ -139,7 +143,7 @@ def gpu_usages() -> Iterable[GpuUsage]:
 
 @functools.cache
 def _nvml() -> Any:
-    """Returns `pynvml` with NVML initialised, or None if either is missing."""
+    """Returns `pynvml` after initialising NVML, or None if pynvml or NVML is missing."""
     try:
         import pynvml
     except ImportError:
@@ -152,7 +156,7 @@ def _nvml() -> Any:
 
 
 def available_bytes() -> int:
-    """Returns the available memory in bytes: of the machine, or up to the container's limit if that is less."""
+    """Returns the available memory of the machine, or of the container if that is less, in bytes."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

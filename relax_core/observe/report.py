@@ -1,6 +1,6 @@
-"""Prints the report at the end of a run: results, answers before and after training, files, and commands to try next.
+"""Prints the report at the end of a run: results, answers before and after training, files, and useful next commands.
 
-`plot_curves` draws the reward and the accuracy as curves.png.
+`plot_curves` draws reward and accuracy to curves.png.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answer = Mapping[str, TextCell]
 
 SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
-MAX_CHARACTERS = 4000  # of the shown episode; texts.jsonl has the whole text
+MAX_CHARACTERS = 4000  # limit of the shown episode; texts.jsonl has the whole text
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
@@ -52,7 +52,7 @@ RESULT_FILES = (
 
 
 def report_console() -> Console:
-    """Returns a console for stdout. It does not wrap lines in a file, because logs are searched by line."""
+    """Returns a console for stdout. It does not wrap lines in a file, because users search logs by line."""
     return ShownConsole() if sys.stdout.isatty() else ShownConsole(width=NO_WIDTH)
 
 
@@ -63,7 +63,7 @@ def print_report(
     texts_before: Sequence[Answer],
     texts_after: Sequence[Answer],
 ) -> None:
-    """Prints the report at the end of a run. The texts are rows of the first and newest evaluation (`TextRecord`)."""
+    """Prints the report. The texts are rows of the first and of the newest evaluation (`TextRecord`)."""
     console.print()
     console.print(_headline(summary))
     for finding in summary["findings"]:
@@ -88,9 +88,9 @@ def print_report(
 
 
 def answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Table:
-    """Builds a table of the prompts that both evaluations have, with the expected answer and both answers.
+    """Builds a table of prompts with the expected answer and the answers of the two evaluations.
 
-    Answers that changed come first, so that the table shows what training did.
+    The table has the prompts that both evaluations contain. Changed answers come first, to show the effect of training.
     """
     pairs = _pairs(before, after)
     table = Table(title="Held-out prompts, greedy answers", title_justify="left", title_style="bold", show_lines=False)
@@ -102,14 +102,14 @@ def answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Table:
 
 
 def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    """Returns the answers to each prompt that both evaluations have; those that became right come first."""
+    """Returns (old answer, new answer) for each prompt in both evaluations. Answers that became right come first."""
     first = {answer["prompt"]: answer for answer in before}
     pairs = [(first[answer["prompt"]], answer) for answer in after if answer["prompt"] in first]
     return sorted(pairs, key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
 
 
 def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | None:
-    """Returns the table's first multi-turn episode, turn by turn, as the newest evaluation played it, or None."""
+    """Returns the first multi-turn episode of the table with all turns, from the newest evaluation, or None."""
     for _, newest in _pairs(before, after):
         if SAMPLED_MARKS[0] in (message := str(newest["response"])):
             shown = Text(message[:MAX_CHARACTERS] + ("…" if len(message) > MAX_CHARACTERS else ""), style="dim")
@@ -119,9 +119,9 @@ def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | 
 
 
 def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (command, purpose) for commands that are useful after this run.
+    """Returns pairs (command, purpose) of commands that are useful after this run.
 
-    Commands that repeat the run contain its own command line, ``summary["run"]["overrides"]``.
+    Commands that repeat the run contain its overrides, ``summary["run"]["overrides"]``.
     """
     overrides = summary["run"].get("overrides", [])
     finished = summary["outcome"] == "finished"
@@ -154,7 +154,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _saved(run_dir: Path) -> dict[str, Any]:
-    """Returns the run's configuration, or an empty one for a run that ended before it was written."""
+    """Returns the run's configuration. Empty if the run ended before config.yaml was written."""
     file = run_dir / "config.yaml"
     return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -164,7 +164,7 @@ def _train_on(
 ) -> tuple[str, str]:
     """Returns the command that doubles the steps of a finished run, and its purpose.
 
-    The purpose mentions a jump of the learning rate.
+    If the longer schedule makes the learning rate jump, the purpose says so.
     """
     from relax_core.config.learning_rate_schedule import (
         learning_rate_jump_message,  # imports OmegaConf, which a tracker's process does not need
@@ -173,14 +173,14 @@ def _train_on(
     changes = [*here, f"run.steps={2 * steps}"]
     if not saved:
         return _command(overrides, *changes), "train on"
-    if saved["run"].get("epochs") is not None:  # it would set the number of steps
+    if saved["run"].get("epochs") is not None:  # epochs would override run.steps
         changes.append("run.epochs=null")
     jump = learning_rate_jump_message(saved, {**saved, "run": {**saved["run"], "steps": 2 * steps}}, step=steps)
     return _command(overrides, *changes), "train on" + (f"; {jump}" if jump else "")
 
 
 def _command(overrides: Sequence[str], *changes: str) -> str:
-    """Returns the command line with ``changes``, which replace overrides of the same key or of a key below it."""
+    """Returns the command line with ``changes``. A change replaces overrides of its key and of keys below its key."""
     replaced = tuple(_key(change) for change in (*changes, "resume="))
     kept = [override for override in overrides if not any(_covers(key, _key(override)) for key in replaced)]
     return shlex.join(["python", "-m", "relax_core", *kept, *changes])
@@ -294,7 +294,7 @@ def _modality(modality: Mapping[str, Any]) -> str:
 
 
 def _result_lines(run_dir: Path) -> Iterator[Text]:
-    """Yields one line for each result file. A line is never wrapped, so that a path can be copied or clicked."""
+    """Yields one line for each result file. Lines are not wrapped, so that users can copy or click a path."""
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     width = max(len(label) for label, _ in RESULT_FILES)
     for label, name in RESULT_FILES:
@@ -320,9 +320,9 @@ _BACKEND = "MPLBACKEND"
 
 
 def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | None]:
-    """Calls ``draw``, which makes a picture with `picture_figure`, and returns its path.
+    """Calls ``draw``, which draws a picture with `picture_figure`. Returns the picture's path, and None as the error.
 
-    A picture is optional: if it cannot be drawn or written, the result is None and the reason.
+    If drawing fails, returns None and the text of the error, because the picture is optional.
     """
     try:
         return draw(), None
@@ -331,10 +331,11 @@ def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | No
 
 
 def picture_figure(**settings: Any) -> Figure:
-    """Returns an empty figure that needs no display; ``settings`` are the arguments of matplotlib's Figure.
+    """Returns an empty figure that needs no display. ``settings`` are the arguments of matplotlib's Figure.
 
-    A notebook exports its own MPLBACKEND to each command, and that backend's package may be missing here. So matplotlib
-    is imported without the variable, and the backend is set afterwards for the user's code if it exists.
+    A notebook exports its MPLBACKEND to each command, and the package of that backend may be missing here. So
+    matplotlib is imported without the variable. Afterwards the backend is set for the user's code if its package
+    exists.
     """
     if "matplotlib" not in sys.modules and (chosen := os.environ.pop(_BACKEND, None)) is not None:
         try:
@@ -355,7 +356,7 @@ def picture_figure(**settings: Any) -> Figure:
 
 
 def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
-    """Plots reward and share of exact answers over train steps, in training and on held-out prompts; returns ``path``.
+    """Plots reward and share of exact answers over train steps, for training and held-out prompts. Returns ``path``.
 
     The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
     """
@@ -364,7 +365,7 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
     if not training and not evaluation:
         raise ValueError(f"{path}: there is nothing to draw, because no train step was recorded")
     figure = picture_figure(figsize=(11, 4.4), dpi=120)
-    from matplotlib.layout_engine import ConstrainedLayoutEngine  # after the import that `picture_figure` guards
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # only after `picture_figure` has imported matplotlib
 
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     axes = figure.subplots(1, 2)
@@ -418,6 +419,6 @@ def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tu
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of the ``window`` values around each value; at the ends the window is shorter."""
+    """Returns the mean of the ``window`` values around each value. The window is shorter at the ends."""
     before, after = window // 2, window - window // 2
     return [fmean(values[max(0, index - before) : index + after]) for index in range(len(values))]

@@ -1,7 +1,7 @@
-"""SQLite index of a run's samples, which is built from the run's files and can be rebuilt at any time.
+"""Indexes the samples of a run in an SQLite database. The index can be rebuilt from the run's files at any time.
 
-`SampleIndex.refresh` adds the records that the files have gained since the last call. Filters are answered from the
-index alone; the run's files are opened only for the tokens of single samples.
+`SampleIndex.refresh` adds the records that were written to the files since the last call. A search reads only the
+index. The run's files are opened only for the tokens of single samples.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from relax_core.observe.event_log import (
     of_samples,
 )
 
-FORMAT = 4  # part of the file's name, so a new format creates a new index
+FORMAT = 4  # part of the file name, so a new format gets a new file
 MAX_ROWS = 500
 ENGINE_POINTS = 200
-# Filter → column. A range filter has two names, which end with _min and _max.
+# Filter → column. A range filter NAME is used as NAME_min and NAME_max.
 _EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
 _BETWEEN = ("step", "reward", "length", "version", "staleness")
 FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
@@ -36,7 +36,10 @@ ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "r
 
 
 class SampleIndex:
-    """Indexes the samples of one run; ``path`` is the database file, None for memory. Its methods are thread-safe."""
+    """Indexes the samples of one run. ``path`` is the database file, or None for memory.
+
+    All methods are thread-safe.
+    """
 
     def __init__(self, run_dir: Path, path: Path | None) -> None:
         self._run_dir = run_dir
@@ -55,7 +58,7 @@ class SampleIndex:
     def refresh(self) -> int:
         """Adds the next records of the event log, at most a few MiB, and returns their number.
 
-        When there are no more, it creates the database indices for the filters.
+        After the last record it creates the database indices for the filters.
         """
         with self._lock:
             return self._intake.refresh()
@@ -70,25 +73,25 @@ class SampleIndex:
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
         """Marks samples that the bus dropped, by uid and reason.
 
-        A sample that is not yet in the index is marked when it is added. ``anew`` discards the marks that still wait
-        for their samples.
+        If a sample is not yet in the index, the mark is stored and applied when the sample is added. ``anew`` first
+        discards all stored marks.
         """
         with self._lock, self._database:
             self._intake.take_ledger(dropped, anew=anew)
 
     def ledger_position(self) -> tuple[int, int]:
-        """Returns the values of the last `set_ledger_position`: the newest event's id, and the number of restores."""
+        """Returns the arguments of the last `set_ledger_position` call, or (0, 0) before the first call."""
         with self._lock:
             row = self._database.execute("SELECT position, restores FROM ledger").fetchone()
         return (0, 0) if row is None else (row["position"], row["restores"])
 
     def set_ledger_position(self, position: int, restores: int) -> None:
-        """Records the position up to which the ledger's events were read."""
+        """Stores the id of the newest ledger event that was read, and the number of the ledger's restores."""
         with self._lock, self._database:
             self._database.execute("INSERT OR REPLACE INTO ledger VALUES (0, ?, ?)", (position, restores))
 
     def problems(self) -> list[str]:
-        """Returns one sentence for each file that is no longer readable, or that has an invalid line."""
+        """Returns one sentence for each file that became unreadable or has an invalid line."""
         with self._lock:
             return list(self._intake.reader.problems.values())
 
@@ -101,11 +104,12 @@ class SampleIndex:
         most: int = 50,
         before: int | None = None,
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the number of samples that match all filters, and at most ``most`` of them from ``first`` on.
+        """Returns the number of matching samples, and at most ``most`` of these samples from index ``first`` on.
 
-        The samples are sorted by ``order``. With ``before`` only samples with a smaller id count.
+        A sample must match all filters. The samples are sorted by ``order``. With ``before``, only samples with a
+        smaller id match.
 
-        Raises ValueError, which lists the valid names, for an unknown filter or order.
+        Raises ValueError with the valid names for an unknown filter or order.
         """
         unknown = [name for name in filters if name not in FILTERS]
         if unknown or order not in ORDERS:
@@ -130,7 +134,7 @@ class SampleIndex:
         return None if row is None else _shown(row)
 
     def overview(self) -> dict[str, Any]:
-        """Returns counts by state, reason and engine, and the smallest and largest step, version and reward."""
+        """Returns the sample counts by state, reason and engine, and the range of step, version and reward."""
         with self._lock:
             counts = {
                 name: dict(
@@ -147,7 +151,7 @@ class SampleIndex:
         return {**counts, **dict(zip(names, ends, strict=True))}
 
     def staleness(self) -> dict[str, int]:
-        """Returns how many trained samples had each staleness."""
+        """Returns the number of trained samples for each staleness."""
         with self._lock:
             rows = self._database.execute(
                 "SELECT staleness, COUNT(*) FROM samples WHERE state = 'trained' GROUP BY staleness ORDER BY staleness"
@@ -155,10 +159,10 @@ class SampleIndex:
         return {str(row[0]): row[1] for row in rows}
 
     def engines(self) -> list[dict[str, Any]]:
-        """Returns each engine's counts and means, and its tokens per second over time; the first turn's engine counts.
+        """Returns counts, means and tokens per second of each engine. A sample belongs to the engine of its first turn.
 
-        ``times`` are the ends of at most `ENGINE_POINTS` equal intervals of the run's time, in Unix seconds, and
-        ``rates`` the sampled tokens per second in them.
+        The time of the run is divided into at most `ENGINE_POINTS` equal intervals. ``times`` are the ends of the
+        intervals in Unix seconds. ``rates`` are the sampled tokens per second in each interval.
         """
         with self._lock:
             first, last = self._database.execute("SELECT MIN(time), MAX(time) FROM samples").fetchone()
@@ -199,7 +203,7 @@ def _shown(row: sqlite3.Row) -> dict[str, Any]:
 def every_id(
     index: SampleIndex, filters: Mapping[str, str | float], *, most: int, before: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the newest ``most`` samples that match the filters, page by page; ``before`` selects smaller ids."""
+    """Yields the newest ``most`` samples that match the filters, page by page. ``before`` selects smaller ids."""
     for first in range(0, most, MAX_ROWS):
         asked = min(MAX_ROWS, most - first)
         _, rows = index.find(filters, most=asked, before=before)
@@ -209,7 +213,7 @@ def every_id(
         before = rows[-1]["id"]
 
 
-KINDS = ("made", "trained", "numbers")  # numbers: only the controller's, for the resume events
+KINDS = ("made", "trained", "numbers")  # "numbers" records are read only from the controller, for its resume events
 _TABLES = """
     CREATE TABLE IF NOT EXISTS cursor (id INTEGER PRIMARY KEY CHECK (id = 0), files TEXT);
     CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
@@ -240,7 +244,10 @@ _DROP = "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? AND state
 
 
 class SampleIntake:
-    """Adds the new records of the event log in ``run_dir`` to ``database``, which has no other writer."""
+    """Adds the new records of the event log in ``run_dir`` to ``database``.
+
+    ``database`` must have no other writer.
+    """
 
     def __init__(self, run_dir: Path, database: sqlite3.Connection) -> None:
         self._run_dir, self._database, self._indexed = run_dir, database, False
@@ -248,12 +255,12 @@ class SampleIntake:
         self.reader = self._reader_from_cursor()
 
     def refresh(self) -> int:
-        """Adds the next records and returns their number; creates the database indices when there are no more."""
+        """Adds the next records and returns their number. Creates the database indices after the last record."""
         try:
             with self._database:
                 return self._take_in(self.reader.read())
         except Exception:
-            self.reader = self._reader_from_cursor()  # records that are not in the database are read again
+            self.reader = self._reader_from_cursor()  # records missing in the database are read again
             raise
 
     def _reader_from_cursor(self) -> EventReader:
@@ -280,7 +287,7 @@ class SampleIntake:
         return len(events)
 
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool) -> None:
-        """Marks dropped samples as `SampleIndex.take_ledger` describes; the caller opens the transaction."""
+        """Does the work of `SampleIndex.take_ledger` in the caller's transaction."""
         if anew:
             self._database.execute("DELETE FROM drops")
         for uid, reason in dropped:
@@ -291,7 +298,7 @@ class SampleIntake:
                 self._database.execute(_DROP, (reason, known))
 
     def _begin_attempt(self, start: int) -> None:
-        """Marks the samples of earlier attempts as undone that came after the first ``start`` train steps."""
+        """Marks samples of earlier attempts as undone if they came after the first ``start`` train steps."""
         cut = self._database.execute(
             "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
         ).fetchone()[0]

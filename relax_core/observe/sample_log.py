@@ -1,10 +1,11 @@
-"""Logs generated and trained samples to the run's event log and its folder ``samples``, and reads them again.
+"""Writes generated and trained samples to the event log and the folder ``samples`` of the run, and reads them.
 
-A background thread writes; the caller only appends a reference to a queue. If the disk is slow or full, samples are
-left out and counted.
+A background thread writes; callers only append references to a queue. If the disk is too slow or full, samples are left
+out and counted.
 
-The metrics are records of the event log (`MadeRecord`, `TrainedRecord`). Each record locates its tokens in a file
-``samples/WORKER.PART.tokens``, which is a sequence of msgpack maps and only grows.
+The metrics are in records of the event log (`MadeRecord`, `TrainedRecord`). The tokens are in files
+``samples/WORKER.PART.tokens``. Such a file is a sequence of msgpack maps and only grows. Each record has the file name,
+offset and size of its tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from relax_core.observe.event_log import (
 )
 
 SAMPLES_FOLDER = "samples"
-TOKENIZER_FOLDER = "tokenizer"  # in the folder of samples: the files of the run's tokenizer
-PICTURES_FOLDER = "pictures"  # in the folder of samples: small pictures of items, DIGEST.jpg
-PLAYED_FOLDER = "media"  # in the folder of samples: files of sounds and videos, DIGEST
+TOKENIZER_FOLDER = "tokenizer"  # subfolder with the files of the run's tokenizer
+PICTURES_FOLDER = "pictures"  # subfolder with small pictures of media items, DIGEST.jpg
+PLAYED_FOLDER = "media"  # subfolder with files of sounds and videos, DIGEST
 TOKENS_SUFFIX = ".tokens"
 
-# The columns of a group that are logged. Routed experts and kept sets are left out, because they are the largest.
+# Logged columns of a group. Routed experts and kept sets are not logged, because they are the largest columns.
 TOKEN_COLUMNS = (
     *(c.TOKEN_IDS, c.END, c.LOSS_MASK, c.LOGPROBS, c.VERSIONS, c.EPISODES, c.MEDIA),
     *(c.ADVANTAGES, c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.VALUES),
@@ -52,10 +53,10 @@ TOKEN_COLUMNS = (
 
 
 class TrainedTokens(msgspec.Struct, frozen=True):
-    """Holds the trainer's values of each sampled token, sample by sample, in the order of the record's ``uids``.
+    """Holds the trainer's values of each sampled token. The samples are in the order of the record's ``uids``.
 
-    ``advantages`` and ``logprobs`` are float32, ``trained`` is bool. The log-probs come from the forward pass whose
-    gradient was used; they are empty if the samples were counted without a pass.
+    ``advantages`` and ``logprobs`` are float32, ``trained`` is bool. ``logprobs`` come from the forward pass that
+    computed the gradient. The array is empty if the samples were counted without a forward pass.
     """
 
     advantages: bytes
@@ -64,7 +65,7 @@ class TrainedTokens(msgspec.Struct, frozen=True):
 
 
 def token_columns(tree: TokenTree) -> dict[str, bytes]:
-    """Returns the columns `TOKEN_COLUMNS` of a tree that is not put on the bus."""
+    """Returns the `TOKEN_COLUMNS` of a tree that is not put on the bus."""
     arrays = {
         c.TOKEN_IDS: tree.token_ids,
         c.END: tree.end,
@@ -78,22 +79,22 @@ def token_columns(tree: TokenTree) -> dict[str, bytes]:
 
 
 log = logging.getLogger(__name__)
-GATHER_S = 0.2  # the thread gathers samples for this long and writes them as one batch
+GATHER_S = 0.2  # the thread collects samples for this time and writes them as one batch
 MAX_WAITING_BYTES = 256 * 2**20
-PARTS = 16  # approximate number of token files per worker; the oldest file is removed first
-ROW_BYTES = 17  # size of a row's token id, end, mask, log-prob and version
+PARTS = 16  # approximate number of token files per worker
+ROW_BYTES = 17  # bytes of a row: token id, end, mask, log-prob and version
 MAX_WHY = 4000  # characters
 Tokens = TypeVar("Tokens")
-# A function that makes a record from the place of its tokens, and the tokens.
+# A function that makes a record from the location of its tokens, and the tokens.
 Made = tuple[Callable[[TokensAt], MadeRecord | TrainedRecord], dict[str, bytes] | TrainedTokens]
 
 
 class SampleLog:
-    """Appends the samples of one worker to the log of a run.
+    """Logs the samples of one worker.
 
-    The first ``first`` of every ``every`` consecutive groups are logged. The token files take at most about
-    ``max_bytes``; the oldest are removed first. All methods but `close` return at once, and they may be called from one
-    thread only.
+    Of every ``every`` consecutive groups, the first ``first`` groups are logged. The token files take at most about
+    ``max_bytes``; the oldest files are removed first. All methods except `close` return at once. Only one thread may
+    call them.
     """
 
     def __init__(self, run_dir: Path, *, worker: str, first: int, every: int, max_bytes: int, attempt: int = 0) -> None:
@@ -101,7 +102,7 @@ class SampleLog:
         self._events = EventFile(run_dir, SAMPLES + worker, attempt=attempt)
         self._tokens = TokenFiles(run_dir / SAMPLES_FOLDER, worker=worker, max_bytes=max_bytes)
         self._queue: deque[tuple[int, Callable[[], list[Made]]]] = deque()
-        self._put_bytes = self._done_bytes = 0  # each has one writer, so that no lock is needed
+        self._put_bytes = self._done_bytes = 0  # each counter has one writer, so no lock is needed
         self.left_out = 0  # number of groups that were not written
         self._seen_step, self._seen = -1, set[str]()
         self._pending = threading.Event()
@@ -126,10 +127,10 @@ class SampleLog:
             self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, now)])
 
     def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
-        """Logs the trainer's values of groups, or of parts of groups, at a train step.
+        """Logs the trainer's values of groups or parts of groups at a train step.
 
-        ``logprobs`` is float32 ``[tokens]`` over all groups, or None if they were counted without a pass. A sample that
-        is trained again in a later epoch of the same step is logged once.
+        ``logprobs`` is float32 ``[tokens]`` over all groups, or None if the groups were counted without a forward pass.
+        If a later epoch of the same step trains a sample again, the sample is logged only once.
         """
         now = time.time()
         nbytes = 12 * sum(len(group.tokens[1]) for group in groups)
@@ -192,14 +193,14 @@ class SampleLog:
             self._pending.clear()
 
     def _write(self, made: Sequence[Made]) -> None:
-        """Writes the tokens before the records, so that the tokens of each record exist. Raises OSError."""
+        """Writes the tokens and then the records, so that each record's tokens exist. Raises OSError."""
         if made:
             places = self._tokens.append([msgspec.msgpack.encode(tokens) for _, tokens in made])
             self.left_out += self._events.append(*(record(at) for (record, _), at in zip(made, places, strict=True)))
 
 
 class TokenFiles:
-    """Appends the tokens of one worker to files of about equal size, and removes the oldest of them."""
+    """Appends the tokens of one worker to files of about equal size, and removes the oldest files."""
 
     def __init__(self, folder: Path, *, worker: str, max_bytes: int) -> None:
         self.folder, self._worker = folder, worker
@@ -208,7 +209,7 @@ class TokenFiles:
         self._name, self._part = "", -1
 
     def append(self, payloads: Sequence[bytes]) -> list[TokensAt]:
-        """Appends payloads and returns their places. Raises OSError if the file cannot be written."""
+        """Appends payloads and returns their locations. Raises OSError if the file cannot be written."""
         file = self._file = self._file or self._open()
         places, offset = [], file.size
         for payload in payloads:
@@ -238,7 +239,7 @@ class TokenFiles:
         return sorted(path for path in found if _OWN_NAME.fullmatch(path.name))
 
     def _remove_oldest(self, parts: list[Path]) -> None:
-        """Removes the oldest token files, also those of earlier starts, until there is room for one more."""
+        """Removes the oldest token files, also files of earlier starts, until one more file fits into the limit."""
         sizes = [path.stat().st_size for path in parts]
         while parts and sum(sizes) > self._max_bytes - self._part_bytes:
             parts.pop(0).unlink(missing_ok=True)
@@ -296,13 +297,13 @@ def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray | None, *, 
 
 
 def group_index(uid: str) -> int:
-    """Returns the index in a group's uid (`relax_core.contracts.tree.group_uid`)."""
+    """Returns the group's index, which its uid contains (`relax_core.contracts.tree.group_uid`)."""
     return int(uid[1:])
 
 
 # -- The reader --------------------------------------------------------------------------------------------------------
 _OWN_NAME = re.compile(r"[\w-]+\.\d{8,12}\.tokens")
-MAX_TOKENS_BYTES = 128 * 2**20  # limit of one group's tokens
+MAX_TOKENS_BYTES = 128 * 2**20  # limit of one group's tokens in bytes
 MAX_TOKENIZER_BYTES, MAX_TOKEN, MAX_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete character
 _made_tokens = msgspec.msgpack.Decoder(dict[str, bytes])  # the columns of a tree
@@ -314,22 +315,22 @@ class TokensRemoved(Exception):
 
 
 def read_made_tree(run_dir: Path, group_uid: str, at: TokensAt) -> TokenTree:
-    """Returns the tree of a generated group. Raises TokensRemoved if its tokens no longer exist."""
+    """Returns the tree of a generated group. Raises TokensRemoved if the token file was removed."""
     columns = _decoded(_made_tokens, run_dir, at)
     return decode_tree(Group(group_uid=group_uid, index=0, uids=[], versions=[], columns=columns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPart:
-    """Holds the trainer's values of a sample's sampled tokens, ``[tokens]`` each."""
+    """Holds the trainer's values of a sample's sampled tokens. Each array is ``[tokens]``."""
 
     advantages: np.ndarray  # float32
-    logprobs: np.ndarray  # float32; empty if the sample was counted without a pass
+    logprobs: np.ndarray  # float32; empty if the sample was counted without a forward pass
     trained: np.ndarray  # bool
 
 
 def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> TrainedPart:
-    """Returns ``count`` tokens from ``first`` on of a trained record. Raises TokensRemoved as `read_made_tree` does."""
+    """Returns ``count`` tokens of a trained record, from ``first`` on. Raises TokensRemoved if the file was removed."""
     tokens = _decoded(_trained_tokens, run_dir, at)
     own = slice(first, first + count)
     return TrainedPart(
@@ -363,7 +364,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: Tokens
 class SampleText:
     """Decodes token ids with the tokenizer that the run saved next to its samples.
 
-    Raises FileNotFoundError if there is none, and ValueError if it cannot be read.
+    Raises FileNotFoundError if the run saved no tokenizer, and ValueError if its files cannot be read.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -374,18 +375,18 @@ class SampleText:
             tokenizer = Tokenizer.from_buffer(_for_decoding(read_plain_file(path, max_bytes=MAX_TOKENIZER_BYTES)))
         except FileNotFoundError:
             raise
-        except Exception as error:  # The library raises plain Exception.
+        except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} cannot be read: {error}") from error
         self._decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, special tokens included."""
+        """Returns the text of ids, with special tokens."""
         return self._decode([int(token_id) for token_id in ids])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token; joined, the pieces are approximately the whole text.
+        """Returns the text of each token. The joined texts are approximately the whole text.
 
-        If several tokens form one character, the last token has it and the others are empty.
+        If several tokens form one character, the last token has the character and the tokens before have "".
         """
         found: list[str] = []
         open_ids: list[int] = []
@@ -400,7 +401,7 @@ class SampleText:
 
 
 def _for_decoding(data: bytes) -> bytes:
-    """Returns the parts of a tokenizer.json that decode. Raises ValueError if they could be slow or large."""
+    """Returns the parts of a tokenizer.json that decoding needs. Raises ValueError if they could be slow or large."""
     try:
         whole = msgspec.json.decode(data, type=_TokenizerFile)
     except RecursionError as error:

@@ -1,8 +1,8 @@
-"""Requests a stall report from a run's controller: a request file and a report file in the run's folder.
+"""Requests a stall report from a run's controller, by files in the run's folder.
 
-`relax stall` and the gateway write ``RUN/stall/ID.ask``; the controller looks there once a second and writes
-``RUN/stall/ID.txt``. This works for every run with a folder that both processes can reach, with or without a gateway.
-Every user with write access to the folder may request a report.
+`relax stall` or the gateway writes the request ``RUN/stall/ID.ask``. The controller checks the folder once a second and
+writes the report ``RUN/stall/ID.txt``. No gateway is needed, only a folder that both processes can access. Every user
+with write access to the folder may request a report.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
-    """The controller has not answered in time, or the run has ended."""
+    """The controller did not write a report in time, or the run has ended."""
 
 
 class StallRequests:
-    """Answers the requests in a run's folder, in a thread of the controller's process."""
+    """Answers the requests in a run's folder. It works in a thread of the controller's process."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._thread: threading.Thread | None = None
 
     def check(self, report: Callable[[], str]) -> None:
-        """Starts to answer all open requests with the result of one call of ``report``; returns at once."""
+        """Starts a thread that answers all open requests with the result of one ``report()`` call. Returns at once."""
         if self._thread is not None and self._thread.is_alive():
             return
         asks = self._open_asks()
@@ -58,7 +58,7 @@ class StallRequests:
         try:
             recent = [ask for ask in asks if self._age_s(ask) < FORGOTTEN_S]
             text = report() if recent else ""
-            recent = [ask for ask in recent if (self._folder / f"{ask}{ASK}").exists()]  # other requesters have left
+            recent = [ask for ask in recent if (self._folder / f"{ask}{ASK}").exists()]  # not withdrawn requests
             for ask in asks:
                 (self._folder / f"{ask}{ASK}").unlink(missing_ok=True)
             for ask in recent:
@@ -71,12 +71,12 @@ class StallRequests:
     def _age_s(self, ask: str) -> float:
         try:
             return time.time() - (self._folder / f"{ask}{ASK}").stat().st_mtime
-        except FileNotFoundError:  # the requester has left
+        except FileNotFoundError:  # the requester has removed the request
             return math.inf
 
 
 class StallRequest:
-    """Writes a request to the folder of a run; `close` removes it. Raises OSError if the folder cannot be written."""
+    """Writes a request to the folder of a run. `close` removes the request. Raises OSError if writing fails."""
 
     def __init__(self, run_dir: Path) -> None:
         folder, name = run_dir / FOLDER, secrets.token_hex(16)
@@ -85,7 +85,7 @@ class StallRequest:
         self._ask.write_text("", encoding="utf-8")
 
     def report(self) -> str | None:
-        """Returns the report, or None while the controller has not answered."""
+        """Returns the report, or None before the controller has written it."""
         return self._answer.read_text(encoding="utf-8") if self._answer.exists() else None
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class StallRequest:
 
 
 def request_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
-    """Returns the stall report of the controller of the run in ``run_dir``.
+    """Requests a stall report from the controller of the run in ``run_dir``, waits for it, and returns it.
 
-    Raises `NoAnswer` after ``timeout_s`` seconds or when ``goes_on`` returns False because the run has ended, and
-    OSError if the folder cannot be written.
+    Raises `NoAnswer` after ``timeout_s`` seconds, or if ``goes_on`` returns False, which means that the run has ended.
+    Raises OSError if the folder cannot be written.
     """
     deadline = time.monotonic() + timeout_s
     with closing(StallRequest(run_dir)) as ask:

@@ -1,8 +1,8 @@
-"""Standard streams that never raise, do not block a run, and escape the hidden characters of untrusted text.
+"""Replaces the standard streams by streams that do not raise, do not block a run, and escape hidden characters.
 
-They drop output without a reader. A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal
-may close, and a pager may stop reading. This module imports little, because the entry point uses it before any other
-import.
+Output is dropped if nobody reads it: the reader may have exited (``… | head -1``, ``… | tee log`` after Ctrl-C), the
+terminal may be closed, or a pager may have stopped reading. This module imports little, because the entry point uses it
+before all other imports.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from relax_core.contracts.untrusted_files import shown
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-RUN_TIMEOUT_S = 1.0  # a run drops its output if the reader has read nothing for this time
-PIECE_BYTES = 4096  # a pipe that is ready for writing takes this number of bytes without waiting (PIPE_BUF)
+RUN_TIMEOUT_S = 1.0  # a run drops output after the reader has read nothing for this time
+PIECE_BYTES = 4096  # bytes that a pipe accepts without waiting if it is ready for writing (PIPE_BUF)
 UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, terminal or descriptor has closed
 
 
 class ShownStream(io.TextIOWrapper):
-    """Writes hidden characters of a text as codes, so that no text moves the cursor or changes the text direction.
+    """Escapes hidden characters, so that no text can move the cursor or change the text direction.
 
     ``unfiltered`` writes text unchanged, for `ShownConsole`.
     """
@@ -39,7 +39,7 @@ class ShownStream(io.TextIOWrapper):
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:
-        """Writes a text and returns its length."""
+        """Writes a text. Returns the length of the text."""
         super().write(shown(text))
         return len(text)
 
@@ -58,13 +58,13 @@ class _Unfiltered:
 class UnreadFile(io.RawIOBase):
     """Writes to a file descriptor, and drops output that cannot be written.
 
-    `write` always returns as if all was written. When the reader has closed, it drops everything that follows. If the
-    reader reads nothing for ``timeout_s`` seconds, it drops output until the reader reads again. With
-    ``timeout_s=None`` it waits for the reader.
+    `write` always reports success. After the reader has closed, all output is dropped. If the reader reads nothing for
+    ``timeout_s`` seconds, output is dropped until the reader reads again. With ``timeout_s=None``, `write` waits for
+    the reader.
     """
 
     def __init__(self, descriptor: int, name: str, *, timeout_s: float | None) -> None:
-        self.name = name  # libraries read it from their standard streams
+        self.name = name  # libraries read this attribute of standard streams
         self.timeout_s = timeout_s
         self._descriptor = descriptor
         self._dropped = 0  # bytes since the last successful write
@@ -82,7 +82,7 @@ class UnreadFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: Buffer) -> int:
-        """Writes or drops ``data`` and returns its size in bytes. It writes a note about dropped output first."""
+        """Writes or drops ``data``, and returns its size in bytes. A note about dropped output is written first."""
         rest = memoryview(data)
         size = rest.nbytes
         if self._dropped:
@@ -95,7 +95,7 @@ class UnreadFile(io.RawIOBase):
         return size
 
     def _write_piece(self, piece: bytes | memoryview) -> bool:
-        """Returns whether the reader took the whole piece; waits at most ``timeout_s`` seconds before each write."""
+        """Returns whether the whole piece was written. Waits at most ``timeout_s`` seconds before each write."""
         timeout_s = 0.0 if self._dropped else self.timeout_s
         try:
             while piece:
@@ -104,17 +104,17 @@ class UnreadFile(io.RawIOBase):
                 piece = piece[os.write(self._descriptor, piece) :]
         except OSError as error:
             if error.errno in UNWRITABLE:
-                _point_to_null(self._descriptor)  # other writers of the descriptor then do not fail either
+                _point_to_null(self._descriptor)  # so other writers of the descriptor do not fail either
             return False
         return True
 
 
 @contextmanager
 def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
-    """Replaces stdout and stderr by an `UnreadFile` each while the block runs, so that unread output raises no error.
+    """Replaces stdout and stderr by `UnreadFile` objects while the block runs, so that unread output raises no error.
 
-    `UnreadFile` describes ``timeout_s``. If descriptor 0, 1 or 2 is closed, it is opened on /dev/null, so that no other
-    file gets its number. A stream that replaced a standard one before, as in a notebook, stays.
+    `UnreadFile` describes ``timeout_s``. If descriptor 0, 1 or 2 is closed, it is opened on /dev/null. Otherwise
+    another file would get its number. A stream that was already replaced, as in a notebook, stays.
     """
     for descriptor in range(3):
         try:
@@ -138,7 +138,7 @@ def write_as_it_is(code: str) -> None:
 
 
 def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an uncaught error, as `sys.excepthook` does, with hidden characters as codes."""
+    """Prints an uncaught error like `sys.excepthook`, but escapes hidden characters."""
     print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
@@ -146,7 +146,7 @@ def _unread(
     now: TextIO | None, original: TextIO | None, descriptor: int, timeout_s: float | None, undo: ExitStack
 ) -> TextIO:
     raw = getattr(getattr(now, "buffer", None), "raw", None)
-    if now is not None and isinstance(raw, UnreadFile):  # this block is nested in another block
+    if now is not None and isinstance(raw, UnreadFile):  # this block is inside another block
         undo.callback(setattr, raw, "timeout_s", raw.timeout_s)
         raw.timeout_s = timeout_s
         return now
@@ -162,7 +162,7 @@ def _unread(
 def _point_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
-        os.dup2(null, descriptor)  # child processes inherit it, like every standard descriptor
+        os.dup2(null, descriptor)  # child processes inherit standard descriptors
         os.close(null)
     else:
         os.set_inheritable(descriptor, True)

@@ -1,7 +1,8 @@
 """Detects stragglers: processes that are slower than their peers in three consecutive windows.
 
-Only a process's own work is compared, never the time in which it waits for others: a collective makes all of its ranks
-as slow as the slowest rank. A process is compared with the median of its peers, for the same amount of work.
+The comparison uses the time of a process without its waits for other processes, because a collective operation makes
+all ranks as slow as the slowest rank. Each process is compared with the median of its peers, for the same amount of
+work.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ import msgspec
 from relax_core.contracts.train import OWN_PARTS
 from relax_core.observe.event_log import RANK, ROLLOUT, MetricRecord, TextCell, TextRecord, is_resume
 
-WINDOW_STEPS = 15  # train steps per window; three windows and a third of the previous window are 50 steps
-ENGINE_WINDOW_STEPS = 10  # train steps per window of the engines; it may end a second late, as they are polled
+WINDOW_STEPS = 15  # train steps per window
+ENGINE_WINDOW_STEPS = 10  # train steps per window of the engines; polling may end it a second late
 WINDOWS = 3  # consecutive windows
 MAX_SLOWDOWN = 0.10  # relative excess over the peers' median up to which a process is not slow
 MAX_EXCESS_MS = 5.0  # excess in milliseconds per train step up to which a process is not slow
-TRIMMED = 2  # number of slowest and of fastest steps that a window ignores, because a single pause does not count
-MAX_WINDOWS = 100  # newest windows that are kept per process; a process may be slow for days
-CROWDED = 0.05  # if the peers wait for a core for at least this share of their time, such waits do not count
-MIN_COVERED_SHARE = 0.5  # smallest share of an engine's decode time with batch sizes that its peers decoded, too
+TRIMMED = 2  # number of slowest and of fastest steps that a window ignores, to exclude single pauses
+MAX_WINDOWS = 100  # newest windows kept per process, because a process may be slow for days
+CROWDED = 0.05  # if peers wait for a CPU core for at least this share of their time, such waits are subtracted
+MIN_COVERED_SHARE = 0.5  # an engine is compared if its peers cover this share of its decode time with equal batch sizes
 
-Times = Mapping[str, float]  # a part of the work → milliseconds
+Times = Mapping[str, float]  # name of a part of the work → milliseconds
 
 
 class DecodeTime(NamedTuple):
-    """Holds the number of decode steps of one batch size, their seconds, and the part that they waited for a core."""
+    """Holds the number of decode steps of one batch size, their time, and their wait time for a CPU core."""
 
     steps: int
     seconds: float
     core_wait_s: float = 0.0
 
     def a_step(self, *, waits: bool) -> float:
-        """Returns the seconds of one step, with or without its waits for a core."""
+        """Returns the seconds of one step, with or without the waits for a CPU core."""
         return (self.seconds if waits else max(0.0, self.seconds - self.core_wait_s)) / self.steps
 
 
-DecodeTimes = Mapping[int, DecodeTime]  # by the number of samples in a decode step
+DecodeTimes = Mapping[int, DecodeTime]  # batch size of a decode step → its times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Holds the work of one process in one train step, without waits for others.
+    """Holds the work of one process in one train step, without waits for other processes.
 
     ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the CPU time. ``core_wait_ms`` is the part of the wall
-    time in which it was ready to run but had no core. ``amount`` is the amount of work, such as token rows, in a unit
-    that is the same for all peers.
+    time when the process was ready to run but had no CPU core. ``amount`` is the amount of work, such as the number of
+    token rows. All peers use the same unit.
     """
 
     wall_ms: Times
@@ -67,17 +68,17 @@ class Work:
 
     @property
     def worked_ms(self) -> float:
-        """Returns the wall time of all parts without the waits for a core."""
+        """Returns the wall time of all parts without the waits for a CPU core."""
         return max(0.0, self.whole_ms - self.core_wait_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Compares a process with its peers in one window; all times are milliseconds per train step.
+    """Compares a process with its peers in one window. All times are milliseconds per train step.
 
-    ``own_ms`` is its time, and ``others_ms`` the median of its peers for the same work. ``part`` is the part of the
-    work with the largest difference. ``cpu_slower`` is the relative excess of its CPU time over that of its peers, None
-    if unknown.
+    ``own_ms`` is the time of the process. ``others_ms`` is the median time of its peers for the same work. ``part`` is
+    the part of the work with the largest difference. ``cpu_slower`` is the relative excess of the CPU time over the
+    peers' CPU time, or None if unknown.
     """
 
     own_ms: float
@@ -88,12 +89,12 @@ class Compared:
 
     @property
     def slower(self) -> float:
-        """Returns the relative excess of its time over that of its peers; negative for a faster process."""
+        """Returns the relative excess over the peers' time. It is negative for a faster process."""
         return self.own_ms / self.others_ms - 1.0 if self.others_ms > 0 else 0.0
 
     @property
     def excess_ms(self) -> float:
-        """Returns the excess of its time over that of its peers, in milliseconds per train step."""
+        """Returns the excess over the peers' time, in milliseconds per train step."""
         return self.own_ms - self.others_ms
 
     @property
@@ -112,18 +113,18 @@ class Streak:
 
     @property
     def is_named(self) -> bool:
-        """Returns whether the process counts as a straggler."""
+        """Returns whether the streak is long enough to call the process a straggler."""
         return len(self.windows) >= WINDOWS
 
 
 # -- One window -------------------------------------------------------------------------------------------------------
 def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
-    """Compares each process with its peers over the steps of a window; each step maps process → its work.
+    """Compares each process with its peers over the steps of a window. Each step maps process → work.
 
-    A process that is missing in a step, or did no work in it, is left out; if fewer than two remain, the result is
-    empty. The slowest and fastest steps of a process are left out of its mean, so that a single pause does not count.
-    If the peers wait for cores, too, there are more processes than cores, and the kernel's choice between them is
-    random: then waits for a core do not count. Otherwise they count as time of the process.
+    Leaves out a process that is missing or idle in a step. If fewer than two processes remain, the result is empty. The
+    mean of a process ignores its slowest and fastest steps, to exclude single pauses. If the peers also wait for CPU
+    cores, there are more processes than cores, and the kernel chooses between them at random. Then waits for a core are
+    subtracted from the time of a process.
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
     whole = {name: [step[name] for step in steps] for name in names}
@@ -142,10 +143,10 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
 
 
 def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict[str, Compared]:
-    """Compares each engine with its peers over the decode steps of a window of ``steps`` train steps.
+    """Compares the decode steps of each engine with its peers, over a window of ``steps`` train steps.
 
-    Idle time does not count: the time of a decode step is compared with the peers' time for a step with as many
-    samples. An engine is left out if its peers decoded too few batches of its sizes. Waits for a core count as in
+    The time of a decode step is compared with the peers' time for the same batch size, so idle time has no effect.
+    Leaves out an engine if its peers decoded too few batches of the same sizes. Waits for a CPU core are handled as in
     `compared_work`.
     """
     shares = {name: _decoding_share(times) for name, times in engines.items() if times}
@@ -188,7 +189,7 @@ def _waiting_share(steps: Sequence[Work]) -> float:
 def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
     """Returns the mean per unit of work over the steps, without the slowest and the fastest steps.
 
-    With ``waits`` the waits for a core count as work, and ``core_wait_ms`` of the result is 0.
+    With ``waits``, waits for a CPU core are part of the work, and ``core_wait_ms`` of the result is 0.
     """
     if waits:
         steps = [replace(step, core_wait_ms=0.0) for step in steps]
@@ -229,10 +230,10 @@ def _compared_with_peers(name: str, means: Mapping[str, Work]) -> Compared:
 def advanced(
     streaks: Mapping[str, Streak], window: Mapping[str, Compared], *, from_step: int, to_step: int
 ) -> dict[str, Streak]:
-    """Returns the streaks after one more window, from train step ``from_step`` to ``to_step``.
+    """Returns the streaks after one more window, which covers train steps ``from_step`` to ``to_step``.
 
     A process that is not slow in the window loses its streak. A process that is missing in the window keeps its streak,
-    because nothing is known about it.
+    because its speed is unknown.
     """
     found = {name: streak for name, streak in streaks.items() if name not in window}
     for name, compared in window.items():
@@ -251,19 +252,19 @@ def without(streaks: Mapping[str, Streak], gone: Collection[str]) -> dict[str, S
     return {name: streak for name, streak in streaks.items() if name not in gone}
 
 
-STRAGGLER = "straggler"  # source of the numbers, and kind of the texts
-MAX_NAMES = 4  # peers that a message lists
+STRAGGLER = "straggler"  # source of the metric records, and kind of the text records
+MAX_NAMES = 4  # limit of peers that a message lists
 
 Kind = Literal["rank", "engine", "reward worker"]
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a process that was slower than its peers from one train step to another.
+    """Describes a process that was slower than its peers from train step ``from_step`` to ``to_step``.
 
-    ``who`` is its worker's name, and ``part`` the part of its work with the largest difference. ``slower`` is a
-    relative excess: 0.3 means that it took 1.3 times as long as the median of ``compared_with`` for the same work;
-    ``excess_ms`` is the excess in milliseconds per train step. ``cpu_slower`` is the relative excess of CPU time, None
-    if unknown. ``ended`` is False while it is still slow.
+    ``who`` is the name of the worker. ``part`` is the part of its work with the largest difference. ``slower`` is the
+    relative excess: 0.3 means 1.3 times the median time of ``compared_with`` for the same work. ``excess_ms`` is the
+    excess in milliseconds per train step. ``cpu_slower`` is the relative excess of CPU time, or None if unknown.
+    ``ended`` is False while the process is still slow.
     """
 
     kind: Kind
@@ -279,7 +280,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Straggler:
-    """Returns the straggler of a streak, with the metrics of its newest windows."""
+    """Returns a straggler with the metrics of a streak."""
     windows = streak.windows
     cpu = [window.cpu_slower for window in windows if window.cpu_slower is not None]
     parts = [window.part for window in windows]
@@ -328,7 +329,7 @@ def straggler_numbers(straggler: Straggler) -> dict[str, float]:
 
 
 def straggler_row(straggler: Straggler) -> dict[str, TextCell]:
-    """Returns a straggler as a row of a text of the kind `STRAGGLER`."""
+    """Returns a straggler as a row of a text record of the kind `STRAGGLER`."""
     return {
         **msgspec.to_builtins(straggler),
         "compared_with": " ".join(straggler.compared_with),
@@ -337,13 +338,13 @@ def straggler_row(straggler: Straggler) -> dict[str, TextCell]:
 
 
 def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
-    """Returns the straggler of a row that `straggler_row` made. Raises msgspec.ValidationError for another row."""
+    """Converts a row of `straggler_row` to a straggler. Raises msgspec.ValidationError for any other row."""
     known = {name: value for name, value in row.items() if name != "words"}
     return msgspec.convert({**known, "compared_with": str(row.get("compared_with", "")).split()}, Straggler)
 
 
 def reported_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
-    """Returns the stragglers of texts in the order of their first text, each once as last reported."""
+    """Returns each straggler in ``texts`` once, with its newest values, in the order of the first reports."""
     found: dict[tuple[str, int], Straggler] = {}
     for text in texts:
         if text.kind == STRAGGLER:
@@ -356,13 +357,13 @@ REWARD_WORKER = re.compile(r"reward_worker/(\d+)/answers")
 
 
 class StragglerWatch:
-    """Detects stragglers among the trainer's ranks, the engines and each rollout worker's reward workers.
+    """Detects stragglers among the trainer's ranks, the engines, and the reward workers of each rollout worker.
 
-    One thread uses it.
+    Only one thread may use it.
 
-    Each entry of ``equal_ranks`` lists workers that do the same work: they have the same position in every dimension
-    but data parallel. ``earlier`` are the stragglers of the run before this process began. Records from before
-    ``began_s`` (a Unix time, by default now) come from an earlier process and are ignored.
+    Each entry of ``equal_ranks`` lists workers that do the same work: they differ only in the data-parallel dimension.
+    ``earlier`` are the stragglers that the run found before this process began. Ignores records from before ``began_s``
+    (a Unix time, by default now), because an earlier process wrote them.
     """
 
     def __init__(
@@ -377,14 +378,14 @@ class StragglerWatch:
         self._steps: list[tuple[int, dict[str, Work]]] = []  # the train steps of the ranks' current window
         self._batches: dict[
             int, list[tuple[int, dict[str, Work]]]
-        ] = {}  # by rollout worker: the prompt batches of its reward workers' current window
-        self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
+        ] = {}  # rollout worker → prompt batches of the current window of its reward workers
+        self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the window
         self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
         self._over = list(earlier)
         self._news: list[Straggler] = []
 
     def add_records(self, records: Iterable[MetricRecord]) -> None:
-        """Adds the newest records in order; a resume restarts all windows."""
+        """Adds the newest records, which must be in order. A resume restarts all windows."""
         for record in records:
             if record.time_s < self._began_s:
                 continue
@@ -396,7 +397,10 @@ class StragglerWatch:
                 self._add_batch(record)
 
     def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
-        """Adds the decode times of each engine since its start, after ``step`` train steps."""
+        """Adds the decode times of each engine after ``step`` train steps.
+
+        The times are totals since the engine's start.
+        """
         before = self._decoding
         if before is None or step < before[0]:
             self._decoding = step, dict(engines)
@@ -417,7 +421,7 @@ class StragglerWatch:
             )
 
     def take(self) -> list[Straggler]:
-        """Returns the processes that have become stragglers or have recovered since the last call."""
+        """Returns the processes that became stragglers or recovered since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -431,7 +435,7 @@ class StragglerWatch:
         ]
 
     def all_of_run(self) -> list[Straggler]:
-        """Returns all stragglers of the run, those that have recovered first."""
+        """Returns all stragglers of the run. Recovered processes come first."""
         return [*self._over, *self.present()]
 
     def _add_step(self, record: MetricRecord) -> None:
@@ -448,7 +452,7 @@ class StragglerWatch:
         self._advance("rank", compared, from_step=steps[0][0], to_step=steps[-1][0])
 
     def _add_batch(self, record: MetricRecord) -> None:
-        """Adds the times of the reward workers of one rollout worker for a prompt batch."""
+        """Adds the times of one rollout worker's reward workers for a prompt batch."""
         rollout = int(record.values.get("worker", 0))
         answers = {found[1]: value for key, value in record.values.items() if (found := REWARD_WORKER.fullmatch(key))}
         if len(answers) < 2:
@@ -499,7 +503,7 @@ def _work(values: Mapping[str, float], name: str) -> Work:
 
 
 def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
-    """Returns the decode steps since ``before``; None for an engine that is new or was restarted."""
+    """Returns the decode steps since ``before``, or None if the engine is new or was restarted."""
     if before is None or any(size not in now or now[size].steps < old.steps for size, old in before.items()):
         return None
     none = DecodeTime(0, 0.0)

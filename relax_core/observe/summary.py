@@ -1,7 +1,7 @@
-"""Builds and writes summary.json, the metrics of a run. docs/summary.md describes each field.
+"""Builds and writes summary.json, which has the metrics of a run. docs/summary.md describes each field.
 
-A finding is a sentence about a problem that the metrics show. Findings appear at the end of a run, and during a run
-that learns nothing. The panel also shows the metrics of episodes, rewards and judges.
+A finding is a sentence about a problem that the metrics show. Findings are printed at the end of a run, and during a
+run that learns nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from relax_core.contracts.env import REWARDED_ENDS
 from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
-WARM_UP_STEPS = 5  # medians leave out these steps, in which caches fill and pools grow
-STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
+WARM_UP_STEPS = 5  # means and medians leave out the first steps, because caches fill and pools grow
+STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of a train step
 ENGINE_FIELDS = ("engines", "operations")  # fields of a run with a gateway
 OWN_FIELDS = (
     *("outcome", "wall_s", "first_step_s", "recoveries", "stragglers", "records_dropped", "bad_rows", "keep_best"),
     *ENGINE_FIELDS,
 )
-MEAN_STEPS = 10  # "first" and "last" are means of this number of steps
+MEAN_STEPS = 10  # "first" and "last" are means over this number of steps
 QUANTILES = ("p10", "p50", "p90")
 
 Values = Mapping[str, float]
@@ -41,9 +41,10 @@ Values = Mapping[str, float]
 def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the summary of a run as docs/summary.md describes it.
 
-    A metric without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s in
-    seconds (None if no step was finished), outcome ("finished", "stopped" or "failed: <first cause>"), and the other
-    `OWN_FIELDS` that apply. Its remaining fields go under "run", where the report reads the list of overrides.
+    A metric without data is None. ``records`` are all records, in order. ``meta`` has these fields: wall_s and
+    first_step_s in seconds (None if no step was finished), outcome ("finished", "stopped" or "failed: <first cause>"),
+    and further `OWN_FIELDS` that apply. All remaining fields of ``meta`` are written under "run". The report reads the
+    overrides from there.
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
@@ -102,7 +103,10 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Writes ``run_dir/summary.json``, whole or not at all, and returns its path. NaN and infinities become null."""
+    """Writes ``run_dir/summary.json`` completely or not at all, and returns its path.
+
+    NaN and infinities become null.
+    """
     path = run_dir / SUMMARY_FILE
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -115,7 +119,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of Python and of every installed library, by normalised name; Relax's own is "relax"."""
+    """Returns the versions of Python, of every installed library by normalised name, and of Relax as "relax"."""
     found = {"python": platform.python_version()}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"].lower().replace("_", "-")
@@ -130,11 +134,11 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _shadow(actor: Mapping[int, Values]) -> dict[str, Any] | None:
-    """Returns the metrics of the reward's shadow; None without a shadow, or if it scored no answer.
+    """Returns the metrics of the shadow reward, or None if no shadow reward scored an answer.
 
-    ``exact`` and ``gap`` are means over the scored answers. ``denied`` is the share of the reward's right answers that
-    the shadow rates as wrong, ``usual`` is that share in the first steps, and ``onset`` the first train step at which
-    it began to rise.
+    ``exact`` and ``gap`` are means over the scored answers. ``denied`` is the share of answers rated wrong by the
+    shadow reward, among the answers rated right by the reward. ``usual`` is the value of ``denied`` in the first steps.
+    ``onset`` is the train step when ``denied`` began to rise.
     """
     values = list(actor.values())
     if not any("reward_shadow" in record for record in values):
@@ -161,7 +165,7 @@ def _first_and_last(actor: Sequence[Values], name: str) -> dict[str, float | Non
 
 
 def _last(actor: Sequence[Values], name: str) -> float | None:
-    """Returns the mean over the last `MEAN_STEPS` steps that have the value."""
+    """Returns the mean over the last `MEAN_STEPS` steps with a value."""
     known = [values[name] for values in actor if name in values]
     return fmean(known[-MEAN_STEPS:]) if known else None
 
@@ -185,7 +189,7 @@ def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, An
 
 
 def _evaluation(step: int, values: Values) -> dict[str, Any]:
-    """Returns the metrics that every evaluation has, and the others by name under "figures"."""
+    """Returns the metrics of an evaluation. Metrics that only some evaluations have are under "figures"."""
     counts = {name: int(values.get(name, 0)) for name in ("rows", "bad_rows", "unscored")}
     own = {"step": step, "exact": values["exact"], "reward": values["reward"], **counts}
     return {**own, "figures": {name: value for name, value in values.items() if name not in own}}
@@ -206,13 +210,16 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
 
 
 def _step_ms(settled: Sequence[Values], prompt_batches: Sequence[Values]) -> dict[str, float | None]:
-    """Returns mean times; the parts and "other" add up to the total. Rollout runs in parallel and is not included."""
+    """Returns mean times. The parts and "other" add up to "total".
+
+    Rollout runs in parallel and is not part of "total".
+    """
     timed = [values for values in settled if "step_ms" in values]
     rollout = [values["generate_ms"] for values in prompt_batches if "generate_ms" in values]
     split: dict[str, float | None] = dict.fromkeys(("total", *STEP_PARTS, "other"))
     if timed:
         total = fmean(values["step_ms"] for values in timed)
-        # Older versions did not record every part; the time of such a part is under "other".
+        # Older versions of Relax did not record every part. The time of a missing part is in "other".
         parts = {part: fmean(values.get(f"{part}_ms", 0.0) for values in timed) for part in STEP_PARTS}
         split = {"total": total, **parts, "other": total - sum(parts.values())}
     return {**split, "rollout": fmean(rollout) if rollout else None}
@@ -231,19 +238,19 @@ def _finite(value: Any) -> Any:
 # -- Findings ----------------------------------------------------------------------------------------------------------
 
 WINDOW = 10  # number of steps in a mean
-NOISE = 5.0  # a reward drop counts if it exceeds this many standard errors of a difference between two windows
-LOST_SHARE = 1 / 3  # a reward drop counts if it exceeds this share of the gain before it
-EVAL_NOISE = 3.0  # an accuracy drop counts if it exceeds this many standard errors
+NOISE = 5.0  # a reward drop is reported above this many standard errors of a difference between two windows
+LOST_SHARE = 1 / 3  # a reward drop is reported above this share of the gain before the drop
+EVAL_NOISE = 3.0  # an accuracy drop is reported above this many standard errors
 EVAL_FALL = 0.03
 MAX_GROUPS_WITHOUT_SIGNAL = 0.5
-MOSTLY_RIGHT = 0.5  # with this share of exact answers or more, equal rewards mean that the prompts are learnt
+MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
 
 
 def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
-    """Returns one sentence for each problem of the run; none for a healthy run.
+    """Returns one sentence for each problem of the run. Empty for a healthy run.
 
-    ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to the evaluations'
-    values.
+    ``actor`` maps train steps to the trainer's values. ``evaluations`` maps weight versions to the values of
+    evaluations.
     """
     return [
         *_of_shadow(actor),
@@ -253,33 +260,33 @@ def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> 
     ]
 
 
-MAX_USUAL_DENIED = 0.5  # share of the right answers that a shadow may deny from the start
+MAX_USUAL_DENIED = 0.5  # share of the right answers that a shadow reward may rate as wrong from the start
 
 
 def _of_shadow(actor: Mapping[int, Values]) -> Iterator[str]:
-    """Checks for learned answers that the reward's shadow denies, and for too many denied answers from the start."""
+    """Checks whether the model exploits the reward: the shadow reward rates many right answers as wrong."""
     noticed = [(step, values) for step, values in actor.items() if "hack_onset" in values]
     if noticed:
         step, values = noticed[-1]
         yield (
             f"Since train step {values['hack_onset']:.0f} the model learned answers that the reward accepts and "
-            f"its shadow denies: at step {step} the shadow denied {values['shadow_denied']:.0%} of them, and "
+            f"the shadow reward rejects: it rejected {values['shadow_denied']:.0%} of them at step {step}, and "
             f"{values['shadow_denied/usual']:.0%} in the first steps. Do not trust the accuracy."
         )
     usual = next((values["shadow_denied/usual"] for values in actor.values() if "shadow_denied/usual" in values), 0.0)
     if usual > MAX_USUAL_DENIED:
         yield (
-            f"From the first steps on, the shadow denied {usual:.0%} of the answers that the reward accepts. "
-            "Either the model has exploited the reward from the start, or the shadow cannot read these answers: look "
-            "at some, and use a stricter reward or another reward.shadow."
+            f"From the first steps on, the shadow reward rejected {usual:.0%} of the answers that the reward accepts. "
+            "Either the model has exploited the reward from the start, or the shadow reward cannot read these answers: "
+            "look at some, and use a stricter reward or another reward.shadow."
         )
 
 
 def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
     """Checks whether the reward dropped.
 
-    It dropped if the mean of the last window is below the mean of the best window by more than `LOST_SHARE` of the gain
-    up to the best window, and by more than `NOISE` standard errors.
+    A drop is the mean of the best window minus the mean of the last window. It is reported above `LOST_SHARE` of the
+    gain up to the best window, if it is also above `NOISE` standard errors.
     """
     known = [
         (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
@@ -290,7 +297,7 @@ def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
     means = [fmean(rewards[start : start + WINDOW]) for start in range(len(rewards) - WINDOW + 1)]
     best = max(range(len(means)), key=means.__getitem__)
     first, highest, last = means[0], means[best], means[-1]
-    # The differences of neighbouring steps have twice the variance of independent noise.
+    # Differences of consecutive steps have twice the variance of independent noise.
     noise = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(rewards)) / 2)
     lost = highest - last
     if lost > LOST_SHARE * (highest - first) and lost > NOISE * noise * math.sqrt(2 / WINDOW):
@@ -299,7 +306,7 @@ def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
 
 
 def _of_evaluations(evaluations: Mapping[int, Values]) -> Iterator[str]:
-    """Checks whether the held-out accuracy fell by more than `EVAL_FALL`, and by more than the sampling error."""
+    """Checks whether the held-out accuracy fell by more than `EVAL_FALL` and by more than the sampling error."""
     if len(evaluations) < 2:
         return
     best = max(evaluations, key=lambda step: evaluations[step]["exact"])
@@ -324,7 +331,7 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         )
 
 
-# These rules have the syntax of `notify.rules`. The run logs a line when a rule becomes true.
+# Rules in the syntax of `notify.rules`. The run logs a line when a rule becomes true.
 HACK = "actor/hack_onset"
 SIGNAL_RULES = (
     "actor/truncated >= 1 for 20 steps",
@@ -335,7 +342,7 @@ SIGNAL_RULES = (
 
 
 def signal_line(rule: Rule, record: MetricRecord, *, max_new_tokens: int) -> str:
-    """Returns advice for a rule of `SIGNAL_RULES` that became true with ``record``, a record of the trainer.
+    """Returns advice for a rule of `SIGNAL_RULES` that became true with the trainer's ``record``.
 
     ``max_new_tokens`` is the limit of an answer, in tokens.
     """
@@ -367,9 +374,9 @@ MAX_FIRST_GROUPS = 0.75
 
 
 def first_steps_line(first: Sequence[Values], *, temperature: float, group_size: int) -> str | None:
-    """Returns advice if hardly any group of the first `FIRST_STEPS` train steps had a learning signal, else None.
+    """Returns advice if almost no group of the first `FIRST_STEPS` train steps had a learning signal, else None.
 
-    ``first`` are the trainer's values of these steps, and the other arguments are the run's settings.
+    ``first`` are the trainer's values of these steps. The remaining arguments are settings of the run.
     """
     equal = [values["groups_without_signal"] for values in first if "groups_without_signal" in values]
     if not equal or fmean(equal) < MAX_FIRST_GROUPS:
@@ -395,11 +402,12 @@ _QUANTILES = ("turns/p50", "turns/p90", "turns/p99")
 
 
 def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
-    """Returns the metrics of all episodes; empty for a run with single-turn episodes.
+    """Returns the metrics of all episodes. Empty for a run with single-turn episodes.
 
-    Means and shares are over all episodes, but the cached share is over all prompt tokens. ``given_up`` is the share of
-    episodes that ended for a reason without a reward. A quantile is the mean of the prompt batches' quantiles, weighted
-    by their episodes. ``agent`` has the mean metrics of agents' requests, for a run with agents.
+    Means and shares are over all episodes, except the cached share, which is over all prompt tokens. ``given_up`` is
+    the share of episodes that ended without a reward. A quantile is a mean over the quantiles of the prompt batches,
+    weighted by their numbers of episodes. For a run with agents, ``agent`` has the mean metrics of the agents'
+    requests.
     """
     played = [values for values in prompt_batches if "turns" in values]
     episodes = sum(values["samples"] for values in played)
@@ -423,17 +431,17 @@ def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
     }
 
 
-MAX_POINTS = 0.02  # allowed difference between a modality's shares of the issued and of the trained samples
+MAX_POINTS = 0.02  # allowed difference between the issued share and the trained share of a modality
 PREFIX = "modality/"
 
 
 def modality_results(
     counts: Mapping[str, ModalityCounts], actor: Sequence[Values], prompt_batches: Sequence[Values]
 ) -> dict[str, Any]:
-    """Returns the metrics of each modality; empty for a run that issued only text.
+    """Returns the metrics of each modality. Empty for a run with text only.
 
-    ``issued_share`` is the modality's share of all samples that have ended, and ``trained_share`` its share of all
-    trained samples.
+    ``issued_share`` is the modality's share of all ended samples, and ``trained_share`` its share of all trained
+    samples.
     """
     if set(counts) <= {TEXT}:
         return {}
@@ -457,7 +465,7 @@ def modality_results(
 
 
 def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each modality with different shares of the issued and of the trained samples."""
+    """Yields a sentence for each modality if its issued share and its trained share differ too much."""
     for name, modality in modalities.items():
         issued, trained = modality["issued_share"], modality["trained_share"]
         if issued is None or trained is None or abs(trained - issued) <= MAX_POINTS:
@@ -470,22 +478,22 @@ def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tagged_mean(records: Sequence[Values], name: str, weight: str) -> float | None:
-    """Returns the mean of a metric over all records, each weighted by its number of samples or prompts."""
+    """Returns the mean of a metric over all records. A record's weight is its number of samples or prompts."""
     known = [(values[name], values[weight]) for values in records if name in values]
     return sum(value * count for value, count in known) / sum(count for _, count in known) if known else None
 
 
 REWARD, JUDGE = "reward/", "judge/"
-JUDGE_CHECK = "judge_check"  # source of the record about verdicts on known answers
+JUDGE_CHECK = "judge_check"  # source of the record about verdicts on answers with known quality
 _NONE = "none/"
 
 
 def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
-    """Returns the metrics of each reward over all answers of training, by the reward's name.
+    """Returns reward name → metrics over all training answers.
 
-    ``answers`` is the number of answers, and ``mean`` the mean of their rewards, None if no answer has a reward.
-    ``none`` is the share of answers without a reward, and ``none_by`` is that share by cause. A quantile is the mean of
-    the prompt batches' quantiles, weighted by their answers.
+    ``answers`` is the number of answers. ``mean`` is the mean of their rewards, or None if no answer has a reward.
+    ``none`` is the share of answers without a reward, and ``none_by`` splits this share by cause. A quantile is a mean
+    over the quantiles of the prompt batches, weighted by their numbers of answers.
     """
     return {
         name: {
@@ -504,11 +512,11 @@ def reward_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, obje
 
 
 def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, object]]:
-    """Returns the metrics of each judge over the run, by the judge's name; empty for a run without judges.
+    """Returns judge name → metrics over the run. Empty for a run without judges.
 
-    ``verdicts`` is the number of requested verdicts and ``tokens`` the tokens of prompts and texts. ``none`` is the
-    share of requests without a verdict, ``unreadable`` the share of texts without a verdict, and ``queue_max`` the
-    largest number of waiting requests.
+    ``verdicts`` is the number of requested verdicts. ``tokens`` is the number of tokens in prompts and texts of the
+    judge. ``none`` is the share of requests without a verdict, and ``unreadable`` the share of generated texts without
+    a readable verdict. ``queue_max`` is the largest number of waiting requests.
     """
     return {
         name: {
@@ -524,7 +532,7 @@ def judge_results(prompt_batches: Sequence[Values]) -> dict[str, dict[str, objec
 
 
 def named_metrics(prompt_batches: Sequence[Values], prefix: str) -> dict[str, list[dict[str, float]]]:
-    """Returns NAME → the metrics, by KEY, of each prompt batch that has metrics PREFIX + NAME/KEY."""
+    """Collects the metrics with names PREFIX + NAME/KEY. Returns NAME → one mapping KEY → value per prompt batch."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for values in prompt_batches:
         of_batch: dict[str, dict[str, float]] = defaultdict(dict)
@@ -538,9 +546,9 @@ def named_metrics(prompt_batches: Sequence[Values], prefix: str) -> dict[str, li
 
 
 def panel_lines(newest: Values) -> Iterator[tuple[str, str]]:
-    """Yields label and text of the panel's lines about rewards and judges in the newest prompt batch.
+    """Yields (label, text) of the panel's lines about rewards and judges in the newest prompt batch.
 
-    Rewards have a line only if a reward is missing, there are several, or there is a judge.
+    Lines about rewards appear only if an answer has no reward, or if the run has several rewards or a judge.
     """
     rewards, judges = named_metrics([newest], REWARD), named_metrics([newest], JUDGE)
     if len(rewards) > 1 or judges or any(values["none"] for (values,) in rewards.values()):
@@ -566,7 +574,7 @@ def _judge_text(name: str, values: Values) -> str:
 
 
 def _mean(batches: Sequence[Values], key: str, *, weight: Callable[[Values], float]) -> float | None:
-    """Returns the mean of a metric, weighted by ``weight``; None if all weights are 0."""
+    """Returns the mean of a metric, weighted by ``weight``, or None if all weights are 0."""
     known = [(values.get(key, 0.0), weight(values)) for values in batches if weight(values)]
     whole = sum(count for _, count in known)
     return sum(value * count for value, count in known) / whole if whole else None

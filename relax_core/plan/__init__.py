@@ -1,4 +1,4 @@
-"""Plans a run before anything starts: processes, placement, batches, memory.
+"""Plans a run before its processes start: processes, placement, batches, memory.
 
-Start reading in `build_plan.py`. Nothing here imports torch or Ray.
+Start reading in `build_plan.py`. This package imports neither torch nor Ray.
 """

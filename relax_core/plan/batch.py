@@ -1,4 +1,4 @@
-"""Describes the arithmetic of a train step: prompts, samples, groups, updates, micro-batches and credits."""
+"""Writes the plan's sentences about a train step: prompts, samples, groups, updates, micro-batches and staleness."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from relax_core.rollout.agents.agent_command import agent_command_of, max_concur
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns count and noun, such as "2 updates" for ``plural(2, "update")``."""
+    """Returns the count with the noun: "2 updates" for ``plural(2, "update")``."""
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun}es" if noun.endswith("batch") else f"{count} {noun}s"
 
 
 def batch_notes(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns sentences about the batch of a train step. Sizes that do not divide have been refused before."""
+    """Returns sentences about the batch of a train step. Validation has already refused sizes that do not divide."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
     words = [
@@ -71,12 +71,12 @@ def _micro_batch_notes(config: RelaxConfig, work: Workload) -> Iterator[str]:
         yield (
             f"One episode alone, {work.prompt_tokens} prompt and "
             f"{work.episode_rows - work.prompt_tokens} response rows, is more than "
-            f"parallel.micro_batch_tokens={budget}: it is never cut, so its {work.episode_rows} rows set the peak."
+            f"parallel.micro_batch_tokens={budget}: it is never split, so its {work.episode_rows} rows set the peak."
         )
 
 
 def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
-    """Returns sentences about media: per prompt, per group on the bus, and their share of a train step's compute."""
+    """Returns sentences about media: their sizes per prompt and per group on the bus, and their share of compute."""
     if work.media is None or model.patches is None:
         return []
     media, budget = work.media, config.parallel.micro_batch_patches
@@ -105,9 +105,9 @@ def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 
 
 def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> float:
-    """Returns the towers' share of the matrix products of a train step, without attention's scores.
+    """Returns the towers' share of a train step's matrix products, without attention scores.
 
-    A backward pass has twice the products of a forward pass; a frozen tower has no backward pass.
+    A backward pass has twice as many products as a forward pass. A frozen tower has no backward pass.
     """
     assert work.media is not None and model.patches is not None, "a run with media"
     frozen, media = set(frozen_parts(config)), work.media
@@ -118,13 +118,13 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 
 
 def context_notes(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns sentences about the tokens of one sample, the tokens that are never sampled, and the date in prompts."""
+    """Returns sentences about the tokens of one sample, the banned tokens, and the date in prompts."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
     words = [
         f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."
     ]
     if config.model.path is not None:
-        with suppress(ValueError, OSError):  # the checks of the folder report its problems
+        with suppress(ValueError, OSError):  # the folder's check reports problems
             words += _folder_notes(config, Path(config.model.path))
     return words
 
@@ -142,7 +142,7 @@ def _folder_notes(config: RelaxConfig, folder: Path) -> Iterator[str]:
 
 
 def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns the sizes of an episode of several turns, and the processes and the cache that it needs."""
+    """Returns sentences about episodes of several turns: their sizes, processes and cache."""
     spec = find_env(config.env.name)
     if not spec.has_turns:
         return []
@@ -150,7 +150,7 @@ def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
     of_turn = "" if env.max_turn_tokens is None else f", each with {env.max_turn_tokens} sampled tokens at most"
     words = [
         f"An episode has at most {plural(env.max_turns, 'turn')}{of_turn}, {work.new_tokens} sampled tokens and "
-        f"{work.observed_tokens} observed tokens after its opening ({_observed(config)}).",
+        f"{work.observed_tokens} observed tokens after its first prompt ({_observed(config)}).",
         f"Up to {work.samples_in_flight} episodes are at one engine at the same time; {_timeouts(config)}.",
     ]
     if kept is not None:
@@ -158,7 +158,7 @@ def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
         words.append(
             f"engine.prefix_cache_tokens={kept} keeps keys and values of {groups:.3g} groups of the longest episodes."
             if kept
-            else "engine.prefix_cache_tokens=0: each turn recomputes everything before it."
+            else "engine.prefix_cache_tokens=0: each turn recomputes all earlier tokens."
         )
     if spec.isolated:
         isolated = cast(IsolatedConfig, config.env)
@@ -176,7 +176,7 @@ def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
 
 def _observed(config: RelaxConfig) -> str:
     if not isinstance(config.env, InteractionConfig):
-        return "the rest of the context, because an agent may send anything"
+        return "the rest of the context, because an agent may send any messages"
     return f"env.max_observation_tokens={config.env.observation_tokens} for each observation, and the context"
 
 
@@ -191,7 +191,7 @@ def _timeouts(config: RelaxConfig) -> str:
 
 
 def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
-    """Returns sentences about the agents: how they start, how many run at one time, and their limits."""
+    """Returns sentences about the agents: how they start, how many run at the same time, and their limits."""
     agent, at_once = config.agent, max_concurrent_agents(config) * config.rollout.workers
     endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
     if not (command := agent_command_of(config, spec)):
@@ -206,11 +206,11 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
 
 
 def order_notes(config: RelaxConfig) -> Iterator[str]:
-    """Warns that a seed does not repeat a run with several rollout workers, even at staleness 0."""
+    """Warns that the same seed does not repeat a run with several rollout workers, even at staleness 0."""
     if config.mode.max_staleness == 0 and not config.in_order:
         yield (
             f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: the assignment of groups to workers "
-            "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
+            "depends on timing, so the same seed gives a different run. With rollout.workers=1 the run is the same."
         )
 
 
@@ -220,17 +220,17 @@ def credit_notes(config: RelaxConfig, work: Workload) -> list[str]:
     spares = config.rollout.spare_prompts
     kept = config.rollout.surplus is Surplus.keep
     credits = (staleness + 1) * groups + spares * (1 if kept else staleness + 1)
-    turns = " Rollout and trainer take turns." if config.mode.name is ModeName.colocate else ""
+    turns = " Rollout and trainer alternate." if config.mode.name is ModeName.colocate else ""
     return [
         f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_groups_text(spares, kept)} = at most "
-        f"{credits} groups, {credits * work.group_size} samples, that are generated but not yet trained.",
+        f"{credits} groups, {credits * work.group_size} samples, that are generated and not yet trained.",
         f"A token is trained at most {plural(staleness, 'weight version')} after the version that sampled it.{turns}",
-        f"One engine runs up to {work.samples_in_flight} samples at one time.",
+        f"One engine runs up to {work.samples_in_flight} samples at the same time.",
     ]
 
 
 def _spare_groups_text(spares: int, kept: bool) -> str:
-    """Returns the number of groups that over-sampling admits beyond the groups that the steps need."""
+    """Returns the number of groups that over-sampling generates in addition to the groups that the steps need."""
     if not spares:
         return ""
     return f" + {spares} spare, kept for later steps" if kept else f", each step with {spares} spare groups"

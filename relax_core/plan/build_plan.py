@@ -1,4 +1,4 @@
-"""Builds the plan of a run before anything starts, from all parts of `relax_core/plan`, and prints it as text."""
+"""Builds the plan of a run with the other modules of `relax_core/plan`, and formats it as text."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ from relax_core.server.order_types import EngineRoom
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Holds everything that is known about a run before it starts.
+    """Holds the plan of a run.
 
-    ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run would use
-    it, else None. ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, None for engines
-    on CPU cores. ``engines`` describes the engines that may be added during training; ``engine_room`` is None if none
-    may be started. ``data`` is the result of the data check, and ``left_out`` its unused and shortened rows; both are
-    empty if no data is available. ``warnings`` are printed first at a start. ``refused`` has the reasons why the run
-    cannot work, each with its fix, and ``not_yet`` the reasons why it cannot start yet although it could work. Memory
-    and placement are empty if the layout itself is refused.
+    ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run uses this
+    machine, else None. ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, or None for
+    engines on CPU cores. ``engines`` describes the engines that may be added during training, and ``engine_room`` the
+    resources of one such engine; it is None if no engine may be added. ``data`` is the result of the data check, and
+    ``left_out`` describes its unused and shortened rows; both are empty if no data is available. A start prints
+    ``warnings`` first. ``refused`` has the reasons why the run cannot work, each with a fix. ``not_yet`` has the
+    reasons why a run that can work cannot start now. Memory and placement are empty if the layout itself is refused.
     """
 
     name: str
@@ -96,15 +96,15 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Returns the sum of all processes of a CPU run at their peaks."""
+        """Returns the sum of the peak memory of all processes of a CPU run."""
         return sum(holder.count * holder.peak.bytes for holder in self.memory)
 
 
 def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
-    """Returns the plan for a configuration. Its checks found only ``not_yet``, the problems that prevent a start now.
+    """Returns the plan for a configuration; ``not_yet`` has the problems that prevent a start now.
 
-    Raises ValueError for a model that cannot be planned; all other reasons why the run cannot work are in ``refused``.
-    If engine.context_length is null, it is derived here.
+    The checks found no other problems. Raises ValueError for a model that cannot be planned. Other reasons why the run
+    cannot work are in `Plan.refused`. If engine.context_length is null, this function derives it.
     """
     model = find_dimensions(config)
     if config.engine.context_length is None:
@@ -112,7 +112,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _data_look(config)
-    # An engine that allocates its whole cache at the start has separate memory for states.
+    # An engine that allocates its whole cache at the start has separate memory for linear attention's states.
     states = 0 if find_engine(config.engine.name).whole_cache else model.state_tokens(engine_bytes(config))
     work = find_workload(config, model, state_tokens=states)
     refused = [*_context_faults(config, model), *_state_faults(config, states), *placement_faults(config, roles, model)]
@@ -170,7 +170,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
 
 
 def as_json_values(plan: Plan) -> dict[str, Any]:
-    """Returns the plan as plain dicts and lists, with the sum of each phase and the peak of each holder."""
+    """Returns the plan as dicts and lists, with the total bytes of each phase and the peak of each memory holder."""
     values = dataclasses.asdict(plan)
     values["model"]["parameters"] = plan.model.parameters
     for holder, of_holder in zip(plan.memory, values["memory"], strict=True):
@@ -204,7 +204,10 @@ def _runs_here(config: RelaxConfig) -> bool:
 
 
 def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
-    """Checks the context of a published shape; the context of a folder or a built-in model was checked before."""
+    """Checks the context of a published shape.
+
+    Validation has already checked the context of a folder or a built-in model.
+    """
     context = config.engine.context_tokens
     if config.model.path is None and config.model.builtin is None and context > model.positions:
         yield (
@@ -214,7 +217,7 @@ def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str
 
 
 def _state_faults(config: RelaxConfig, state_tokens: int) -> Iterator[str]:
-    """Yields a sentence if the engine has no room for one group with its states, even with an empty prompt."""
+    """Yields a sentence if the engine's cache is too small for one group with an empty prompt, states included."""
     group, new, room = config.algo.group_size, config.rollout.max_new_tokens, config.engine.max_total_tokens
     needed = group * (new + state_tokens)
     if state_tokens and needed > room:
@@ -235,7 +238,7 @@ def _gpu_faults(memory: Sequence[MemoryHolder]) -> Iterator[str]:
 
 
 def _cpu_faults(config: RelaxConfig, memory: Sequence[MemoryHolder], free: int | None) -> Iterator[str]:
-    """Returns one sentence with the largest sums if the run does not fit into this machine."""
+    """Returns one sentence with the largest memory holders if the run does not fit into this machine's memory."""
     store = config.launcher.object_store_mb << 20
     need = sum(holder.count * holder.peak.bytes for holder in memory) + store
     if free is None or need <= free:
@@ -286,7 +289,10 @@ def _shared_memory_warning(memory: Sequence[MemoryHolder], transfers: Transfers,
 
 
 def _nccl_matches(names: str) -> bool:
-    """Returns whether an interface matches NCCL's syntax: prefixes, ``=`` for whole names, ``^`` to exclude names."""
+    """Returns whether an interface matches a list in NCCL's syntax.
+
+    The list has prefixes of names. A leading ``=`` means whole names, and a leading ``^`` excludes names.
+    """
     excludes, names = names.startswith("^"), names.removeprefix("^")
     exact, names = names.startswith("="), names.removeprefix("=")
     given = [name for name in names.split(",") if name]
@@ -396,7 +402,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         rest = sum(holder.count * holder.peak.bytes for holder in small)
         yield f"{sum(holder.count for holder in small)} other processes: {size_text(rest)}, their imports"
         free = f", {size_text(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
-        yield f"all at their peaks at the same time: {size_text(plan.total_bytes)}{free}"
+        yield f"sum of all peaks: {size_text(plan.total_bytes)}{free}"
     fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
     yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
 

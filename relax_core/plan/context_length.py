@@ -1,7 +1,7 @@
 """Derives `engine.context_length` if it is not set, and `engine.prefix_cache_tokens`.
 
-The context holds the longest prompt and a response, and the longest observations of an env after each turn except the
-last; the prefix cache holds some groups of the longest episodes.
+The context has room for the longest prompt, the response, and the env's longest observation after each turn except the
+last. The prefix cache has room for `KEPT_GROUPS` groups of the longest episodes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from relax_core.registry import PluginError, find_engine, find_env
 from relax_core.rollout.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 
-ROUND_TO = 64  # tokens; a derived context is a multiple of it, as is the embedded engine's cache
-KEPT_GROUPS = 4  # groups of the longest episodes whose keys and values an engine keeps between their turns
-UNKNOWN_PROMPT = 512  # tokens of an env's opening, and of a prompt if there is no data or no tokenizer yet
+ROUND_TO = 64  # tokens; a derived context and the embedded engine's cache are multiples of it
+KEPT_GROUPS = 4  # groups of the longest episodes; an engine keeps their keys and values between turns
+UNKNOWN_PROMPT = 512  # assumed tokens of an env's first prompt, and of a prompt without data or tokenizer
 
 Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a prompt; raises ValueError or OSError
 
@@ -31,8 +31,8 @@ Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a p
 def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     """Returns the configuration with the derived context, and the problems of the model's tokenizer.
 
-    Problems that other checks report, such as those of the data, are left to them. A job on another cluster derives the
-    context there, where its files are.
+    Problems with the data are not returned, because the data check reports them. A job on another cluster derives the
+    context on that cluster, which has the files.
     """
     settled, problems = _settle(config, lambda unsettled, _: summarize_data(unsettled).bound)
     reuse_summary(config, settled)
@@ -40,12 +40,12 @@ def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
 
 
 def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Does the work of `settle_context` for an evaluation without training, with the prompts of its sets."""
+    """Works like `settle_context` for an evaluation without training, with the prompts of the evaluation sets."""
     return _settle(config, _longest_asked)
 
 
 def planned_context(config: RelaxConfig) -> RelaxConfig:
-    """Does the work of `settle_context` for a plan only; prompts on another cluster count as `UNKNOWN_PROMPT`."""
+    """Works like `settle_context` for a plan only; prompts on another cluster have `UNKNOWN_PROMPT` tokens."""
     return with_threads(_with_context(settle_context(config)[0], UNKNOWN_PROMPT))
 
 
@@ -76,7 +76,7 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         return config, []
     try:
         tokens = longest(config, prompts)
-    except (ValueError, OSError):  # the check of the data reports it
+    except (ValueError, OSError):  # the data check reports it
         tokens = 0
     return _with_context(config, tokens or UNKNOWN_PROMPT), []
 
@@ -104,11 +104,14 @@ def _observed(config: RelaxConfig) -> int:
 
 
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
-    """Returns the configuration with the derived prefix cache; single-turn prompts share too little for a cache."""
+    """Returns the configuration with the derived prefix cache.
+
+    Single-turn prompts share too little for a prefix cache.
+    """
     engine = config.engine
     try:
         keys = find_engine(engine.name).keys
-    except PluginError:  # the check of the engine's name reports it
+    except PluginError:  # the engine check reports it
         return config
     if engine.prefix_cache_tokens is not None or "prefix_cache_tokens" not in keys:
         return config

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def settle_steps(config: RelaxConfig) -> RelaxConfig:
-    """Returns the configuration with ``run.steps`` derived from ``run.epochs`` if that is set.
+    """If ``run.epochs`` is set, derives ``run.steps`` from it; returns the configuration.
 
-    The check of the data reports problems of the data. A job on another cluster derives the steps there, where its
-    files are.
+    Problems with the data are reported by the data check. A job on another cluster derives the steps on that cluster,
+    which has the files.
     """
     epochs, prompts = config.run.epochs, config.rollout.prompts_per_step
     if epochs is None or not 0 < epochs < math.inf or prompts < 1 or config.launcher.name is LauncherKind.ray_job:
@@ -57,7 +57,7 @@ def settle_steps(config: RelaxConfig) -> RelaxConfig:
 
 
 def epoch_notes(config: RelaxConfig) -> list[str]:
-    """Returns the computation of ``run.steps`` as a sentence, for a settled configuration with ``run.epochs``."""
+    """Returns a sentence with the computation of ``run.steps`` from ``run.epochs``, for a settled configuration."""
     if config.run.epochs is None:
         return []
     rows, prompts = _training_rows(config), config.rollout.prompts_per_step
@@ -77,17 +77,17 @@ def _training_rows(config: RelaxConfig) -> int | None:
         return None
 
 
-FIRST_ROWS = 256  # data rows whose media are counted
+FIRST_ROWS = 256  # number of data rows to count media in
 
 
 class UnreadMedia:
-    """Finds rows with media that no key of `data.media_keys` names, so that a model would be trained without them.
+    """Finds rows with media that no key of `data.media_keys` names; training would ignore these media.
 
-    A row counts if it has a column with media. If the model does not read their kind, or the env makes its own prompts
-    from the row, its prompt must have a placeholder for them, too. Rows with a placeholder and without such a column
-    count if their share exceeds data.max_bad_rows; fewer are left out as bad rows. A column without a placeholder only
-    gets a note if a key names another column, because then the user chose the model's media. Nothing counts with
-    modality=text.
+    A row is reported if it has a column with media. If the model does not read this kind of media, or the env makes
+    prompts from the row, the row is reported only if its prompt has a placeholder, too. Rows with a placeholder and
+    without a media column are reported if their share exceeds data.max_bad_rows; otherwise they are left out as bad
+    rows. If a key names another column, a column without a placeholder only gets a note, because the user then chose
+    the model's media. With modality=text no row is reported.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -96,13 +96,14 @@ class UnreadMedia:
         env = find_env(config.env.name)
         self._makes_prompts = env.has_turns or env.agent is not None
         self._looks = config.modality.name != TEXT and config.data.task is None
-        self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}  # by kind, and if it has a column
-        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a placeholder and without a column
+        # by kind, and whether the media are in a column
+        self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}
+        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # number of rows with a placeholder and without a column
         self._noted: dict[MediaKind, tuple[str, str]] = {}
         self._looked = 0
 
     def look(self, row: DataRow, where: str, given: Callable[[], set[MediaKind]] = set) -> None:
-        """Checks a data row. ``given`` returns the kinds of media that its prompt has."""
+        """Checks a data row. ``given`` returns the kinds of media in the row's prompt."""
         self._looked += 1
         found = unread_media(row, self._columns) if self._looks else {}
         for kind, (column, has_place) in found.items():
@@ -115,7 +116,10 @@ class UnreadMedia:
                 self._places[kind] += column is None
 
     def notes(self) -> Iterator[str]:
-        """Yields a note on each column with media that the model could read, without a key and a placeholder for it."""
+        """Yields a note for each unused column with media that the model could read.
+
+        Such a column has neither a key nor a placeholder.
+        """
         for kind, (where, column) in self._noted.items():
             first = "" if self._data.media_place else f" data.media_place={MediaPlace.first.value}"
             yield (
@@ -124,7 +128,7 @@ class UnreadMedia:
             )
 
     def refused(self, *, rows: int) -> str | None:
-        """Returns the reason why a run on ``rows`` rows like these cannot start, None if nothing counts."""
+        """Returns the reason why a run on ``rows`` rows like these cannot start, or None if no row is reported."""
         most = self._data.max_bad_rows
         for (kind, in_column), (where, column, has_place) in self._first.items():
             if not in_column and not too_many_bad(self._places[kind], self._looked, rows=rows, most=most):
@@ -150,11 +154,11 @@ class PromptMedia:
     """Describes the media of the first ``prompts`` rows that can be used.
 
     ``items``, ``rows`` of the language model, ``patches`` of the vision tower, ``audio_frames`` of the audio tower and
-    ``nbytes`` of tensors are means over these prompts; ``most_rows``, ``most_patches``, ``most_audio_frames`` and
-    ``most_bytes`` are the maxima over them, and ``item_patches`` those of the largest item. ``source_pixels`` is the
-    largest size of an image or a frame before its resize. ``videos`` and ``sounds`` say whether there are any, because
-    videos need the tokenizer and sounds more memory. ``prompts`` is 0 if there are no rows yet; the numbers are then
-    the largest that the limits allow.
+    ``nbytes`` of tensors are means over these prompts. ``most_rows``, ``most_patches``, ``most_audio_frames`` and
+    ``most_bytes`` are the maxima over these prompts. ``item_patches`` are the patches of the largest item.
+    ``source_pixels`` is the largest size of an image or a frame before it is resized. ``videos`` and ``sounds`` are
+    True if the prompts have any: videos need the tokenizer, and sounds need more memory. ``prompts`` is 0 if there are
+    no rows yet; the numbers are then the maxima that the limits allow.
     """
 
     prompts: int
@@ -174,7 +178,7 @@ class PromptMedia:
 
 
 def summarize_media(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
-    """Returns the description of the prompts' media, None if there is no prompt."""
+    """Returns the description of the prompts' media, or None without prompts."""
     if not prompts:
         return None
     items = [item for prompt in prompts for item in prompt]
@@ -196,24 +200,24 @@ def summarize_media(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | N
     )
 
 
-MAX_LISTED_ROWS = 100_000  # the largest number of rows that are all checked
+MAX_LISTED_ROWS = 100_000  # data with at most this many rows is checked completely
 TOKENIZED_BYTES = 4 << 20
 GENERATED_ROWS = 64  # checked rows of a generated task; all its rows are alike
-SETTLED_S = 0.1  # if a file was written this long ago, its next change has another modification time
+SETTLED_S = 0.1  # seconds; the next change of a file that was written this long ago has another modification time
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
     """Holds the result of a data check.
 
-    ``rows`` is the number of trained rows; ``generated`` says that a task generates them, so a few represent all.
-    ``looked`` is the number of checked rows, spread over the files. ``bad`` maps a reason to its count among these;
-    ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
-    evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
-    generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
-    ``media`` describes the media of the first prompts, None for a run on text. ``notes`` are about other surprises:
-    labels, unread media, prompts of JSON text, evaluation rows that are also trained on. ``refused`` is the reason why
-    the run cannot start.
+    ``rows`` is the number of trained rows. ``generated`` is True if a task generates the rows, so a few rows represent
+    all. ``looked`` is the number of checked rows, spread over the files. ``bad`` maps a reason to the number of bad
+    rows among the checked rows, and ``named`` describes the first bad rows. ``longest`` is the number of tokens of the
+    longest tokenized prompt, evaluation sets included. ``bound`` is an upper bound for the tokens of all checked
+    prompts, and of all prompts of a generated task. Both are 0 without a tokenizer. ``cut`` is the number of prompts
+    that data.overlong shortens. ``media`` describes the media of the first prompts; it is None for a run on text.
+    ``notes`` are about labels, unread media, prompts of JSON text, and evaluation rows that are also trained on.
+    ``refused`` is the reason why the run cannot start.
     """
 
     rows: int
@@ -243,7 +247,7 @@ class DataSummary:
         return lines
 
     def left_out(self) -> list[str]:
-        """Returns sentences about shortened prompts, unused rows and the notes; empty if there are none."""
+        """Returns sentences about shortened prompts and unused rows, and the notes."""
         lines = []
         if self.cut:
             lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
@@ -260,14 +264,14 @@ class DataSummary:
         return [*lines, *self.notes]
 
 
-_newest: dict[str, DataSummary] = {}  # results of this process, at most one
+_newest: dict[str, DataSummary] = {}  # the newest result of this process
 
 
 def summarize_data(config: RelaxConfig) -> DataSummary:
     """Reads rows, and makes their prompts if a tokenizer is available.
 
-    Raises ValueError (key, value, fix) for data that cannot be used at all. A process does not repeat the check of
-    unchanged files.
+    Raises ValueError (key, value, fix) if the data cannot be used. A second call in the same process reuses the result
+    if the files are unchanged.
     """
     key = _key(config)
     if key is None or key not in _newest:
@@ -280,7 +284,7 @@ def summarize_data(config: RelaxConfig) -> DataSummary:
 
 
 def reuse_summary(config: RelaxConfig, settled: RelaxConfig) -> None:
-    """Reuses the result for ``config`` for ``settled``, the configuration with the context derived from it."""
+    """Makes the result for ``config`` the result for ``settled``, the same configuration with the derived context."""
     key, settled_key = _key(config), _key(settled)
     if key is not None and settled_key is not None and key in _newest:
         _newest[settled_key] = _newest[key]
@@ -303,7 +307,7 @@ def _look(config: RelaxConfig) -> DataSummary:
         found.read(number)
     if prompts is not None:
         found.tokenize(prompts)
-    # A few rows of a generated task represent all.
+    # A few rows of a generated task represent all rows.
     rows = found.looked if generated else len(source)
     refused = _refused(config, found, rows=rows)
     sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
@@ -338,7 +342,7 @@ def _unread_in_sets(config: RelaxConfig, sets: Sequence[EvalSet]) -> str | None:
 
 
 def _spare(config: RelaxConfig) -> int:
-    """Returns how many characters more than the checked rows another row of a generated task may have."""
+    """Returns how many more characters an unchecked row of a generated task may have than the checked rows."""
     task = config.data.task
     assert task is not None
     rows = range(min(GENERATED_ROWS, config.data.size))
@@ -367,7 +371,7 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
     if config.reward.shadow not in (AUTO, None) and found.without_shadow and not found.with_shadow:
         return (
             f"reward.shadow={config.reward.shadow}: it can judge none of the rows that were looked at. The first: "
-            f"{found.without_shadow} Name another shadow, or null."
+            f"{found.without_shadow} Name another shadow reward, or null."
         )
     most = config.data.max_bad_rows
     if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
@@ -379,7 +383,7 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
 
 
 def _remedy(config: RelaxConfig, found: _Found) -> str:
-    """Returns the fix that makes most of the bad rows usable; empty if there is no general fix."""
+    """Returns the fix that makes most of the bad rows usable, or "" without a general fix."""
     if not found.too_long:
         missing = found.bad[f"{BAD_MEDIA}:missing_file"]
         return "Are the files mounted? Name their folder in data.media_root." if missing else ""
@@ -393,10 +397,10 @@ def _remedy(config: RelaxConfig, found: _Found) -> str:
 class _Found:
     """Collects the findings of a data check.
 
-    ``too_long`` maps the numbers of prompts that are too long to their tokens. ``longest`` is the number of tokens of
-    the longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
-    tokens. ``with_shadow`` counts rows with a label that the reward's shadow can judge, and ``without_shadow`` has its
-    error for the first other row.
+    ``too_long`` maps the number of each prompt that is too long to its count of tokens. ``longest`` is the number of
+    tokens of the longest tokenized prompt. ``rest`` is the size in bytes of the longest prompt that was not tokenized,
+    if that prompt may have more tokens. ``with_shadow`` counts rows with a label that the shadow reward can judge.
+    ``without_shadow`` is the shadow reward's error for the first other row.
     """
 
     def __init__(
@@ -418,11 +422,11 @@ class _Found:
         self.columns: set[str] = set()  # columns of the readable rows
         self.media: list[list[PlannedItem]] = []  # media of the first prompts
         self._headers, self._rewards, self.unread = headers, rewards, unread
-        self._labels = None if rewards is None else LabelCheck(rewards)  # None for rewards that score any label
+        self._labels = None if rewards is None else LabelCheck(rewards)  # None if the reward can score any label
         self._json_prompts = 0
         self._trained: set[int] = set()  # hashes of rows
         self._texts: dict[int, str] = {}
-        self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
+        self._sizes: list[tuple[int, int]] = []  # (negative bytes of a prompt, number); the longest prompt is first
 
     def read(self, number: int) -> None:
         self.looked += 1
@@ -448,7 +452,7 @@ class _Found:
             self._leave_out(number, error)
 
     def _check_shadow(self, row: DataRow, where: str) -> None:
-        """Counts rows with a label that the reward's shadow can judge, and keeps its error for the first other row."""
+        """Counts rows with a label that the shadow reward can judge, and keeps the error of the first other row."""
         shadow = None if self._rewards is None else self._rewards.shadow
         if shadow is None or shadow.spec.check_row is None:
             self.with_shadow += 1
@@ -466,8 +470,8 @@ class _Found:
     def tokenize(self, prompts: PromptMaker) -> None:
         """Tokenizes the longest texts first.
 
-        Stops when no remaining text can have more tokens than the longest prompt so far or than the room for a prompt,
-        or when the limit of text is reached.
+        Stops when no remaining text can have more tokens than the longest prompt so far or than a prompt may have. Also
+        stops when the limit of text is reached.
         """
         left = TOKENIZED_BYTES
         for size, number in sorted(self._sizes):
@@ -503,18 +507,18 @@ class _Found:
         return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
 
     def notes(self, sets: Sequence[EvalSet]) -> list[str]:
-        """Returns notes about labels, also of evaluation sets, unread media, and prompts that are JSON text."""
+        """Returns notes about labels (evaluation sets included), unread media, and prompts that are JSON text."""
         lines: list[str] = []
         if self._labels is not None:
             for eval_set in sets:
                 name = f"evaluation set {eval_set.name}" if eval_set.name else "the held-out rows"
                 for number, row in enumerate(eval_set.rows):
-                    with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
+                    with suppress(ValueError):  # a row without a known reward has no reward in the evaluation, either
                         self._labels.add(row, f"{name}, row {number}")
             lines += self._labels.describe()
         lines += self.unread.notes()
         if self._json_prompts:
-            lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
+            lines.append(f"{self._json_prompts:,} prompts are JSON text and are read as chat messages.")
         return lines
 
     def trained_notes(self, sets: Sequence[EvalSet]) -> Iterator[str]:
@@ -527,8 +531,8 @@ class _Found:
                 yield (
                     f"{len(same):,} of {len(eval_set.rows):,} {name} are trained on, with the same "
                     "prompt and answer, so an "
-                    f"evaluation also measures memorization. The first is row {same[0]} of the set. Leave them out of "
-                    "one of the two."
+                    f"evaluation also measures memorization. The first is row {same[0]} of the set. Remove them "
+                    "from the set or from the training rows."
                 )
 
     def too_long_in_order(self) -> list[tuple[str, int]]:
@@ -550,7 +554,7 @@ def _content_key(content: Any) -> Any:
 
 
 def _source_key(source: Any) -> Any:
-    """Returns the identity of an item: its path, or its size with its first and last 1,024 bytes."""
+    """Returns the identity of a media item: its path, or its size with its first and last 1,024 bytes."""
     if isinstance(source, MediaSource) and source.data is not None:
         return len(source.data), source.data[:1024], source.data[-1024:]
     return source.path if isinstance(source, MediaSource) else None
@@ -559,7 +563,8 @@ def _source_key(source: Any) -> Any:
 def _key(config: RelaxConfig) -> str | None:
     """Returns a key for the inputs of a data check.
 
-    Returns None if a file is missing, or was just written, so that its modification time may not show its next change.
+    Returns None if a file is missing. Also returns None if a file was just written, because its modification time may
+    not show the next change.
     """
     try:
         has_files = config.data.task is None and not names_plugin(config.data)

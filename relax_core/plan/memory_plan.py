@@ -1,4 +1,4 @@
-"""Plans the memory of every process of a run, on CPU cores and on GPUs, and proposes settings that make it fit."""
+"""Estimates the memory of every process of a run, on CPU cores and on GPUs, and proposes settings that fit."""
 
 from __future__ import annotations
 
@@ -46,31 +46,34 @@ from relax_core.rollout.rewards.reward_pool import REWARD_CALLS
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 CHARACTERS_A_TOKEN = 3  # a low estimate for real vocabularies
-TEXTS = 3  # texts of a prompt, each with up to max_response_chars: question, reference, response
+TEXTS = 3  # texts in a judge's prompt, each with up to max_response_chars: question, reference, response
 
 
 def judges_with_engines(config: RelaxConfig) -> dict[str, JudgeConfig]:
-    """Returns the judges, by name, that use engines of the run."""
+    """Returns the judges that use engines of the run, by name."""
     plan = judge_plan(config)
     judges = {} if plan is None else {name: setup.settings for name, setup in plan.judges.items()}
     return {name: judge for name, judge in judges.items() if judge.url is None}
 
 
 def judge_model(judge: JudgeConfig) -> ModelDimensions:
-    """Returns the dimensions of a judge's model. Raises ValueError for a folder that cannot be read."""
-    assert judge.model is not None, "the reward's own check has passed"
+    """Returns the dimensions of a judge's model; raises ValueError for a folder that cannot be read."""
+    assert judge.model is not None, "the reward's check has passed"
     return teacher_dimensions(judge.model, family=None)
 
 
 def with_judge_engine(config: RelaxConfig, judge: JudgeConfig) -> RelaxConfig:
-    """Returns the configuration with the judge's engines as its engines."""
+    """Returns the configuration with the settings of the judge's engines as ``engine``."""
     model = judge_model(judge)
     positions = MAX_POSITIONS if judge.model in MODEL_NAMES else model.positions
     return replace(config, engine=judge_engine(config.engine, judge, positions=positions or MAX_POSITIONS))
 
 
 def judge_holders(config: RelaxConfig) -> list[MemoryHolder]:
-    """Returns the memory of each judge's engines on CPU cores; a train step's responses are judged concurrently."""
+    """Returns the memory of each judge's engines on CPU cores.
+
+    A judge may get all responses of a train step at once.
+    """
     return [_holder(config, name, judge) for name, judge in judges_with_engines(config).items()]
 
 
@@ -88,14 +91,14 @@ def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> MemoryHolder:
     return MemoryHolder(name=f"judge {name}", count=judge.count, phases=(Phase(name="rollout", terms=terms),))
 
 
-Peak = Callable[[RelaxConfig, Workload], int]  # returns the bytes of a GPU in the trainer's largest phase
+Peak = Callable[[RelaxConfig, Workload], int]  # returns a GPU's bytes in the trainer's largest phase
 _MORE_GPUS = "raise parallel.tp, parallel.cp or parallel.pp with more GPUs"
 
 
 def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int) -> str:
-    """Returns the fix, without its full stop, for a trainer with a peak above ``limit`` bytes.
+    """Returns the fix for a trainer with a peak above ``limit`` bytes, without a full stop.
 
-    The fix is the first change of settings that fits, or the number of rows that would fit.
+    The fix is the first change of settings that fits, or the number of rows that fit.
     """
     parallel = config.parallel
     changes: list[dict[str, Any]] = [{}]
@@ -116,13 +119,16 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
         return f"Even{tried} its weights, gradients and Adam states leave no room for a row: {_MORE_GPUS}"
     return (
         f"One episode has {work.prompt_tokens} prompt and "
-        f"{work.episode_rows - work.prompt_tokens} response rows and is never cut, but of its "
+        f"{work.episode_rows - work.prompt_tokens} response rows and is never split, but of its "
         f"{work.episode_rows} rows only {rows} fit even{tried}: {_MORE_GPUS}, or lower rollout.max_new_tokens"
     )
 
 
 def _rows_that_fit(config: RelaxConfig, work: Workload, peak: Peak, limit: int) -> int:
-    """Returns the number of micro-batch rows that fit on one rank if the planned number does not; 0 if no row fits."""
+    """Returns the number of micro-batch rows that fit on one rank if the planned number does not fit.
+
+    Returns 0 if no row fits.
+    """
     fitting, too_many = 0, work.micro_batch_rows
     while too_many - fitting > 1:
         rows = (fitting + too_many) // 2
@@ -151,19 +157,21 @@ BASES = {  # MiB
     "rollout": 154,
     "owner of an engine": 131,
 }
-SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # set by the configuration
-HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
+# processes with memory that depends on the configuration
+SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")
+HEADERS, PARQUET = 23, 40  # MiB to check data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
 AGENT_STAND_IN = 10  # relax_core/control/host/agent_on_demand.py
-AGENT = 64  # a Python program with a client library, and its guard; an agent may use `MEMORY_GIB` of agent_limits.py
+AGENT = 64  # a Python program with a client library, and its guard; the limit is `MEMORY_GIB` of agent_limits.py
 GATEWAY = 68  # FastAPI and uvicorn
-TORCH = 188  # for computing advantages with torch in the rollout
-SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is not a process
-KEPT_BY_ALLOCATOR = 0.5  # share of a micro-batch's allocations: pieces that glibc neither returns nor reuses
+TORCH = 188  # MiB to compute advantages with torch in the rollout process
+SHARED_ITEMS = "items in /dev/shm"  # the memory holder of media items; it is not a process
+KEPT_BY_ALLOCATOR = 0.5  # share of a micro-batch's allocations that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
-SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
-PASS_COLUMNS = 8192  # columns of one prefill after kept prefixes; it copies the prefixes' keys and values twice
-FIRST_COLUMNS = 64  # initial columns of the engine's KV cache, which then doubles
+SLOT_BYTES = 256  # for each row of the table of running samples; the table is allocated completely at the start
+# columns of one prefill that continues kept prefixes; it copies the prefixes' keys and values twice
+PASS_COLUMNS = 8192
+FIRST_COLUMNS = 64  # initial columns of the engine's KV cache, which doubles when it is full
 
 
 def cpu_holders(
@@ -177,7 +185,7 @@ def cpu_holders(
 ) -> list[MemoryHolder]:
     """Returns the memory of every process of the run, and of the media items in shared memory.
 
-    ``data_rows`` is the number of data rows, if it is known.
+    ``data_rows`` is the number of data rows, or None if unknown.
     """
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     holders.append(_plain("stand-in of a Ray agent", AGENT_STAND_IN, count=2))
@@ -203,7 +211,7 @@ def cpu_holders(
     if env.agent is not None and agent_command_of(config, env):
         holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * max_concurrent_agents(config)))
     if config.bus.name == "transfer_queue":
-        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=2))  # its controller and its storage
+        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=2))  # the bus's controller and storage
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
     if requirements.critic:
         holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
@@ -258,7 +266,7 @@ def _trainer(
     *,
     publishes: bool,
 ) -> MemoryHolder:
-    """Returns the memory of a trainer's ranks; each counts like the fullest rank."""
+    """Returns the memory of a trainer's ranks; each rank is assumed to be as full as the fullest rank."""
     stages = [
         MemoryHolder(
             name=name,
@@ -299,7 +307,10 @@ def _trainer_phases(
 
 
 def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
-    """Returns the checkpoint bytes that a rank writes during the next step; data-parallel ranks write equal shares."""
+    """Returns the checkpoint bytes that a rank copies and writes during the next step.
+
+    Data-parallel ranks write equal shares.
+    """
     alike = parallel.dp * parallel.cp
     adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
     return state["weights"] // alike + adam
@@ -314,9 +325,9 @@ def _forward(
     *,
     follows: bool,
 ) -> MemoryHolder:
-    """Returns the memory of a forward role; the models of several teachers all stay loaded.
+    """Returns the memory of a forward role; if there are several teachers, all their models stay loaded.
 
-    ``follows`` says that the role reads every published version.
+    ``follows`` is True if the role reads every published weight version.
     """
     size = dtype_bytes(config)
     largest = max(models, key=lambda model: model.parameters)
@@ -361,7 +372,7 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
 
 
 def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]:
-    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that continues them."""
+    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that continues these responses."""
     columns = min(max(PASS_COLUMNS, work.sample_tokens), work.samples_in_flight * work.sample_tokens)
     return {
         f"prefix cache ({kept} tokens)": kept * token_bytes,
@@ -370,7 +381,7 @@ def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]
 
 
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
-    """Returns the size of the grown KV cache in tokens: samples times columns, which double, within the budget."""
+    """Returns the largest size of the KV cache in tokens: samples times columns (which double), within the budget."""
     engine, columns = config.engine, FIRST_COLUMNS
     if find_engine(engine.name).whole_cache:
         return engine.max_total_tokens
@@ -385,10 +396,10 @@ def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:
 
 
 SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
-PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
-ENGINE_BYTES = 4 * GIB  # assumed: as above for an engine, with its CUDA graphs and prefill activations
-FRAGMENTS = 0.1  # assumed: share of a micro-batch's allocations
-SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other is sent
+PROCESS_BYTES = 2 * GIB  # assumed for one process: CUDA context, NCCL buffers, cuBLAS workspaces
+ENGINE_BYTES = 4 * GIB  # assumed for an engine: the same, plus CUDA graphs and prefill activations
+FRAGMENTS = 0.1  # assumed fragmentation, as a share of a micro-batch's allocations
+SYNC_BUCKET_BYTES = 2 * 64 * MIB  # two buckets: one is filled while the other is sent
 
 
 def gpu_holders(
@@ -396,7 +407,7 @@ def gpu_holders(
 ) -> list[MemoryHolder]:
     """Returns one holder for the GPUs of each role: trainer, engines, and forward roles.
 
-    If roles share all GPUs there is one holder for all of them.
+    If all roles share all GPUs, there is only one holder.
     """
     limit = round(config.placement.gpu_memory_gib * GIB)
     if config.mode.name is ModeName.colocate:
@@ -415,7 +426,7 @@ def gpu_holders(
 
 
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
-    """Returns how many KV-cache tokens of one engine fit on a GPU next to the weights."""
+    """Returns how many KV-cache tokens of one engine fit on a GPU in addition to the weights."""
     tp = config.engine.tp
     free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - _engine_weights(config, model)
     if config.mode.name is ModeName.colocate:
@@ -427,7 +438,10 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
 
 
 def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
-    """Returns the bytes of an engine's weights on one GPU; each has the whole vision tower if images are sharded."""
+    """Returns the bytes of an engine's weights on one GPU.
+
+    If images are distributed over the GPUs, each GPU has the whole vision tower.
+    """
     sharded = (
         config.parallel.shard_media and find_engine(config.engine.name).shards_items and "audio" not in model.towers
     )
@@ -436,12 +450,15 @@ def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
 
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
-    """Returns the cache bytes of a token on one GPU; with more GPUs than key-value heads, GPUs hold copies of heads."""
+    """Returns the cache bytes of a token on one GPU.
+
+    With more GPUs than key-value heads, several GPUs have copies of the same head.
+    """
     return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
 def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
-    """Returns the phases of the pipeline stage with the largest peak."""
+    """Returns the memory phases of the pipeline stage with the largest peak."""
     stages = [_stage_phases(config, model, work, later=later) for later in stages_of(config.parallel)]
     return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
 
@@ -494,7 +511,7 @@ def _gpu_engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, 
 
 
 def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> MemoryHolder:
-    """Returns the memory of an engine of the largest judge."""
+    """Returns the memory of one engine of the largest judge."""
     judge = max(judges_with_engines(config).values(), key=lambda own_judge: judge_model(own_judge).parameters)
     model, its = judge_model(judge), with_judge_engine(config, judge)
     terms = _engine_terms(its, model, replace(work, media=None))
@@ -529,7 +546,10 @@ def _gpu_forward(
 def _shared(
     config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
 ) -> MemoryHolder:
-    """Returns the memory of time-shared GPUs; the trainer's state is on the host while the engines generate."""
+    """Returns the memory of GPUs that trainer and engines use alternately.
+
+    The trainer's state is on the host while the engines generate.
+    """
     engine = _engine_terms(config, model, work)
     trainer = _with_idle_engine(_gpu_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
@@ -554,7 +574,7 @@ def _shared(
 
 
 def _with_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
-    """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
+    """Returns the trainer's phases; an engine without weights and cache stays on the same GPU."""
     return [Phase(name=phase.name, terms={**phase.terms, "engine process": ENGINE_BYTES}) for phase in phases[:3]]
 
 

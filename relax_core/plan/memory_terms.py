@@ -24,7 +24,7 @@ from relax_core.weights.transport_choice import choose_transport
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes
 FLEX_BLOCK = 128  # rows of a block of FlexAttention
-MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the attention mask is made
+MASK_BOOLS = 3  # bytes for each pair of rows in the bool masks that the attention mask is made from
 
 
 def size_text(size: int) -> str:
@@ -36,7 +36,7 @@ def size_text(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Holds one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
+    """Holds the memory of one phase of a process. ``terms`` maps a purpose of memory to its bytes."""
 
     name: str
     terms: Mapping[str, int]
@@ -49,10 +49,10 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryHolder:
-    """Holds the phases of ``count`` processes of one kind, or of as many GPUs.
+    """Holds the memory phases of ``count`` equal processes or GPUs.
 
-    ``limit`` is the bytes that each may use, 0 if they share the machine's memory. ``room`` is the fix if the memory
-    does not fit.
+    ``limit`` is the number of bytes that each process or GPU may use, or 0 if they share the machine's memory. ``room``
+    is the fix if the memory does not fit.
     """
 
     name: str
@@ -68,14 +68,14 @@ class MemoryHolder:
 
 
 def dtype_bytes(config: RelaxConfig) -> int:
-    """Returns the bytes of a number of `model.dtype`."""
+    """Returns the bytes of one number in `model.dtype`."""
     return 2 if config.model.dtype == "bfloat16" else FLOAT
 
 
 def engine_bytes(config: RelaxConfig) -> int:
-    """Returns the bytes of a number in an engine.
+    """Returns the bytes of one number in an engine.
 
-    On a CPU a bfloat16 engine may compute in float32, with its weights twice in 16 bits.
+    On a CPU an engine of a bfloat16 model may compute in float32; its weights are stored twice in 16 bits.
     """
     half = (config.engine.dtype or config.model.dtype) == "bfloat16" and config.placement.gpus_per_node
     return 2 if half else FLOAT
@@ -87,16 +87,17 @@ def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
 
 
 def widens(config: RelaxConfig) -> bool:
-    """Returns whether norms and attention of the trainer compute in float32 although the model is bfloat16."""
+    """Returns whether the trainer computes norms and attention in float32 although the model is bfloat16."""
     return dtype_bytes(config) != FLOAT and not config.placement.gpus_per_node
 
 
 def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
-    """Returns how many numbers a layer keeps of a token row for its backward pass, without recomputation.
+    """Returns how many numbers per token row a layer saves for the backward pass, without recomputation.
 
-    They are counted from the tensors that autograd saves in the CPU build (docs/plan.md): two norms with normed input
-    and output; the query, key and value projections, the norms of query and key if there are any, and their rotations;
-    the feed-forward network's five widths. With ``widened`` (see `widens`) a float32 number counts as two.
+    The count is taken from the tensors that autograd saves in the CPU build (docs/plan.md): two norms with normalized
+    input and output; the query, key and value projections, their rotations, and the norms of query and key, if any;
+    five tensors of the feed-forward network's width. With ``widened`` (see `widens`) a float32 number counts as two
+    numbers.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
     attention = norm_values(model, widened=widened) + 4 * query + 3 * key + heads
@@ -104,7 +105,7 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
         attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
     if model.output_gate:
         attention += 2 * query
-    if widened:  # query, key, value and output, in addition to the bfloat16 output, and the norms of query and key
+    if widened:  # float32 query, key, value and output next to the bfloat16 output, and the norms of query and key
         attention += 2 * query + key + (3 * (query + key) if model.qk_norm else 0)
     if model.delta_net is not None:
         delta_net = model.delta_net
@@ -119,9 +120,11 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
 
 
 def norm_values(model: ModelDimensions, *, widened: bool = False) -> int:
-    """Returns how many numbers the two norms of a layer keep; torch's norms, with a gated delta net, keep their input.
+    """Returns how many numbers the two norms of a layer save.
 
-    With ``widened`` inputs and normed inputs are float32, in addition to the bfloat16 output.
+    A model with a gated delta net uses torch's norms, which save their input.
+
+    With ``widened`` the inputs and normalized inputs are float32; the bfloat16 output is saved, too.
     """
     return (4 if model.delta_net is None else 6) * model.hidden * (5 if widened else 2) // 2
 
@@ -129,8 +132,8 @@ def norm_values(model: ModelDimensions, *, widened: bool = False) -> int:
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
     """Returns the bytes of the attention mask of a micro-batch on one rank.
 
-    On a CPU this is a mask in float32; on a GPU a block mask with four int32 for each pair of blocks (FlexAttention's
-    lists of partial and of full blocks, by query and by key).
+    A CPU uses a float32 mask. A GPU uses a block mask with four int32 for each pair of blocks: FlexAttention's lists of
+    partial and full blocks, by query and by key.
     """
     if config.placement.gpus_per_node:
         blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
@@ -139,14 +142,14 @@ def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) ->
 
 
 def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the bytes of a mask's construction; a block mask needs none."""
+    """Returns the temporary bytes to construct a mask; 0 for a block mask."""
     return 0 if config.placement.gpus_per_node else _mask_pairs(parallel, work) // parallel.cp * MASK_BOOLS
 
 
 def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the pairs of rows in the masks on a CPU, one square for each group.
+    """Returns the number of row pairs in the masks on a CPU, one square mask for each group.
 
-    With context parallelism there always is a mask; otherwise only if omitting it saves little
+    With context parallelism a mask is assumed. Otherwise a mask is used only if attention without it saves little
     (relax_core/train/model/branch_attention.py).
     """
     rows, branch, prompt = work.micro_batch_rows, work.episode_rows - work.prompt_tokens, work.prompt_tokens
@@ -159,8 +162,8 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
     """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
 
-    ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
-    copy of the chunk for its products.
+    ``split`` is the number of tp ranks. In bfloat16 a CPU also needs a float32 copy of the weight, and a GPU needs a
+    bfloat16 copy of the chunk for matrix products.
     """
     rows = min(work.micro_batch_tokens, LOGPROB_CHUNK_ROWS)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
@@ -171,13 +174,14 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, s
     return (chunk + weight + copy) // split
 
 
-OF_MEDIA = ("tower activations", "one tower block", "features", "frames")  # names of terms; glibc reuses their pieces
-FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a rank uses
+# names of media terms; glibc reuses their memory
+OF_MEDIA = ("tower activations", "one tower block", "features", "frames")
+FEATURE_COPIES = 2  # the towers' outputs of all items, and the output rows that this rank uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Holds the parameters of one rank.
+    """Holds the parameter counts of one rank.
 
     ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` parameters (the vision
     and audio towers) are on every rank of the first stage.
@@ -196,7 +200,7 @@ class RankParameters:
 def trained_share(
     layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False
 ) -> RankParameters:
-    """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
+    """Returns the parameters of `share_of` that are not frozen; these have gradients."""
     share = share_of(layout, model, later=later)
     towers: Mapping[str, int] = {} if later else model.towers
     projectors = {"vision": model.projector, "audio": model.audio_projector}
@@ -220,16 +224,22 @@ def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False)
 
 
 def stages_of(parallel: ParallelConfig) -> tuple[bool, ...]:
-    """Returns ``later`` of the stages that can have the peak: the first, and another stage with more layers."""
+    """Returns the values of ``later`` for the stages that may have the peak.
+
+    These are the first stage, and a later stage with more layers.
+    """
     return (False,) if parallel.first_stage_layers is None else (False, True)
 
 
 def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> RankParameters:
-    """Returns the share of a rank of the first stage, which holds most if all stages have equally many layers.
+    """Returns the share of a rank of the first stage.
 
-    With ``later`` it is the share of the last stage, which has no towers.
+    It is the largest share if all stages have equally many layers.
+
+    With ``later`` returns the share of a rank of the last stage, which has no towers.
     """
-    matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
+    # with several stages, the first and the last stage have one matrix each
+    matrices = model.embedding_matrices if layout.pp == 1 else 1
     embeddings = matrices * model.vocabulary * model.hidden
     layers = stage_layers(layout, model, later=later)
     return RankParameters(
@@ -266,7 +276,7 @@ def activation_terms(
     rows = work.micro_batch_rows // cp
     layers = stage_layers(parallel, model, later=later)
     a_layer = rows * row_values(config, parallel, model) * size
-    if parallel.recompute is Recompute.full:  # the input of each layer, and one layer at a time
+    if parallel.recompute is Recompute.full:  # saved: the input of each layer, and the activations of one layer
         inputs = rows * model.hidden * size // (parallel.tp if parallel.sequence_parallel else 1)
         activations = round(in_flight * layers * inputs) + a_layer
     else:
@@ -278,7 +288,7 @@ def activation_terms(
 def _tower_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, in_flight: float
 ) -> dict[str, int]:
-    """Returns the memory of a micro-batch's tower activations, features and deepstack rows, and mapped frames."""
+    """Returns the memory of a micro-batch's tower activations, features, deepstack rows and mapped frames."""
     if model.patches is None or work.media is None:
         return {}
     cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(parallel, work)
@@ -292,9 +302,10 @@ def _tower_terms(
 
 
 def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the most patches that pass a rank's tower together: those of its prompts, or of one larger prompt.
+    """Returns the largest number of patches that pass a rank's tower together.
 
-    A prompt is never cut, so `parallel.micro_batch_patches` does not bound a single prompt.
+    They are the patches of several prompts, or of one larger prompt: a prompt is never split, so
+    `parallel.micro_batch_patches` does not bound a single prompt.
     """
     if work.media is None:
         return 0
@@ -303,7 +314,7 @@ def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
 
 
 def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
-    """Returns the most patches of a micro-batch that pass the tower of one rank; an item is never cut."""
+    """Returns the largest number of a micro-batch's patches on one rank's tower; an item is never split."""
     patches = patches_of_micro_batch(parallel, work)
     if work.media is None or not parallel.shard_media:
         return patches
@@ -311,9 +322,9 @@ def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
 
 
 def row_values(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> int:
-    """Returns how many numbers of the model's dtype a layer keeps of a token row on one rank.
+    """Returns how many numbers of the model's dtype a layer saves per token row on one rank.
 
-    Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
+    Tensor parallelism divides heads and widths. Only sequence parallelism divides the norms' rows.
     """
     widened = widens(config)
     every, norms = activation_values(model, widened=widened), norm_values(model, widened=widened)
@@ -338,25 +349,25 @@ def forward_terms(
 
 
 def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> float:
-    """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule.
+    """Returns the number of micro-batches with activations on the first stage, with 1F1B or the interleaved schedule.
 
-    With ``later`` it is the second stage, which holds one micro-batch less with 1F1B.
+    With ``later`` returns the number on the second stage, which is one less with 1F1B.
     """
     if parallel.vpp == 1:
         return min(parallel.pp - later, work.micro_batches)
     return min(parallel.pp * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)), work.micro_batches)
 
 
-ENCODE_WORKER = 51  # MiB of a worker process that encodes, after its imports
-STAMP_TOKENIZER = 17  # MiB more with the tokenizer, which writes the time stamps of videos
-SOUNDS = 40  # MiB more at most for the decoding of a sound of 30 s, and for its features
+ENCODE_WORKER = 51  # MiB of an encode worker process after its imports
+STAMP_TOKENIZER = 17  # additional MiB for the tokenizer, which tokenizes the time stamps of videos
+SOUNDS = 40  # additional MiB at most to decode a sound of 30 s and compute its features
 ENCODE_BYTES_A_PIXEL = 14  # for a source that is decoded and resized (docs/media.md)
 
 
 def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
-    """Returns the memory of the tower features that an engine keeps, and of the tower's pass of the largest item.
+    """Returns the memory of the tower features that an engine keeps, and of the largest item's pass through the tower.
 
-    Features are kept for one weight version, so only prompts that are sampled within a version have features.
+    An engine keeps features for one weight version, so only prompts that are sampled with this version have features.
     """
     if model.patches is None or work.media is None:
         return {}
@@ -370,10 +381,12 @@ def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Worklo
 
 
 def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: int, data_rows: int | None) -> int:
-    """Returns the bytes of encoded items in shared memory: the bound of the caches, or all items if they are smaller.
+    """Returns the bytes of encoded items in shared memory.
 
-    Items of prompts in flight are kept beyond `CACHE_BYTES`. An item is one file, named by its digest, however many
-    workers and prompts share it.
+    This is the limit of the caches, or the size of all items if it is smaller.
+
+    Items of prompts in flight are kept even beyond `CACHE_BYTES`. An item is one file, named by its digest, which all
+    workers and prompts share.
     """
     media = work.media
     if media is None:
@@ -392,30 +405,33 @@ def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: i
 
 
 def _distinct(drawn: float, files: int | None) -> float:
-    """Returns the expected number of different items when ``drawn`` are drawn from ``files``; None: all differ."""
+    """Returns the expected number of different items if ``drawn`` items are drawn from ``files`` files.
+
+    If ``files`` is None, all items are different.
+    """
     return drawn if files is None else files * (1 - (1 - 1 / files) ** drawn)
 
 
 def encode_worker_bytes(work: Workload) -> int:
-    """Returns the memory of one worker process that encodes."""
+    """Returns the memory of one encode worker process."""
     assert work.media is not None, "only a run with images or videos has such processes"
     own = ENCODE_WORKER + (STAMP_TOKENIZER if work.media.videos else 0) + (SOUNDS if work.media.sounds else 0)
     return own * MIB + ENCODE_BYTES_A_PIXEL * work.media.source_pixels
 
 
-VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
+VERSIONS_KEPT = 2  # number of published weight versions that are kept (weights/publisher.py)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
     """Holds the bytes that a run sends and stores.
 
-    ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is the size of the kept
-    versions. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` is the name of the
-    transport to the engines, and ``transport_reason`` the reason for it. ``kept_set_bytes`` is the largest size of a
-    sampled token's kept set, and ``kept_step_bytes`` that of all tokens of a train step; both are 0 if sampling does
-    not truncate. ``passed_bytes`` is the size of tensors that are not computed and that each export copies from the
-    model's folder.
+    ``sync_bytes`` is the size of one published weight version, which every receiver reads. ``published_bytes`` is the
+    size of all kept versions. ``checkpoint_bytes`` is the size of one checkpoint, and ``checkpoints_kept`` the number
+    of kept checkpoints. ``transport`` is the name of the transport to the engines, and ``transport_reason`` the reason
+    for it. ``kept_set_bytes`` is the largest size of one sampled token's kept set, and ``kept_step_bytes`` the largest
+    size of all kept sets of a train step; both are 0 if sampling does not truncate. ``passed_bytes`` is the size of the
+    unused tensors that each export copies from the model's folder.
     """
 
     transport: str
@@ -435,7 +451,7 @@ def find_transfers(
 ) -> Transfers:
     """Returns the bytes that a run sends and stores.
 
-    A checkpoint has the model's weights and the Adam states of the trained weights, and with a critic twice that.
+    A checkpoint has the model's weights and the Adam states of the trained weights. A critic doubles the size.
     """
     sync = model.parameters * dtype_bytes(config)
     trained = 2 if requirements.critic else 1
@@ -467,4 +483,4 @@ def _copied_bytes(config: RelaxConfig) -> int:
     try:
         return passed_bytes(Path(config.model.path), family.copied_prefixes)
     except (ValueError, OSError):
-        return 0  # the check of the folder reports it
+        return 0  # the folder's check reports it

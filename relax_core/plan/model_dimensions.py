@@ -1,4 +1,4 @@
-"""Reads the dimensions of a run's model, from its folder or shape, and the memory cost of its image patches."""
+"""Reads the dimensions of a run's model from its folder or shape, and computes the memory of its image patches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = Path(__file__).parent / "shapes"
 
 
 def shape_names() -> list[str]:
-    """Returns the published models with stored dimensions."""
+    """Returns the names of the published models with stored dimensions."""
     return sorted(file.stem for file in SHAPES.glob("*.json"))
 
 
@@ -38,13 +38,13 @@ def find_dimensions(config: RelaxConfig) -> ModelDimensions:
     if model.shape is not None:
         return shape_dimensions(model.shape)
     raise ValueError(
-        f"model.path is not set, so there are no dimensions to plan with. Add model.path=<a Hugging Face folder>, or "
+        f"model.path is not set, so the model's dimensions are unknown. Add model.path=<a Hugging Face folder>, or "
         f"model.shape=<one of: {', '.join(shape_names())}>."
     )
 
 
 def folder_dimensions(folder: Path, *, family: str | None) -> ModelDimensions:
-    """Returns the dimensions of a Hugging Face folder. ``family`` is model.family, which may be a file."""
+    """Returns the dimensions of a Hugging Face folder. ``family`` is the value of model.family: a name or a file."""
     return read_dimensions(read_hf_config(folder), name=folder.name, family=family)
 
 
@@ -59,12 +59,12 @@ def shape_dimensions(name: str) -> ModelDimensions:
     if name not in shape_names():
         near = nearest(name, shape_names(), count=1)
         hint = f" Nearest: {near[0]}." if near else ""
-        raise ValueError(f"model.shape={name}: not among the shapes kept: {', '.join(shape_names())}.{hint}")
+        raise ValueError(f"model.shape={name}: no such shape. Shapes: {', '.join(shape_names())}.{hint}")
     return read_dimensions(json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8")), name=name)
 
 
 def teacher_dimensions(model: str, *, family: str | None) -> ModelDimensions:
-    """Returns the dimensions of a distillation's teacher, which is the name of a built-in model or a folder."""
+    """Returns the dimensions of a distillation's teacher; ``name`` is a built-in model or a folder."""
     if model in MODEL_NAMES:
         return builtin_dimensions(model)
     return folder_dimensions(Path(model).expanduser().absolute(), family=family)
@@ -90,12 +90,13 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchCost:
-    """Holds how many numbers a vision tower of ``depth`` blocks keeps of one patch for its backward pass.
+    """Holds how many numbers per patch a vision tower of ``depth`` blocks saves for the backward pass.
 
-    Each block keeps ``block`` numbers and the projector ``mergers``; ``inputs`` are the pixels and their embedding, and
-    ``hidden`` is the width of a patch. ``a_row`` patches become one row of the language model, with ``features``
-    numbers in features and deepstack rows. ``products`` counts the multiplications of one patch, with attention scores
-    only among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
+    Each block saves ``block`` numbers, and the projector saves ``mergers`` numbers. ``inputs`` counts the pixels and
+    their embedding, and ``hidden`` is the width of a patch. ``a_row`` patches become one row of the language model,
+    with ``features`` numbers in features and deepstack rows. ``products`` counts the multiplications for one patch,
+    including the attention scores among the patches of the same row only. ``pixel_bytes`` are the bytes of a patch's
+    uint8 pixels in one frame.
     """
 
     depth: int
@@ -109,9 +110,11 @@ class PatchCost:
     pixel_bytes: int
 
     def values(self, *, recomputed: bool, frozen: Collection[str] = ()) -> int:
-        """Returns the numbers of a patch that are kept; with ``recomputed`` only the inputs of blocks, and one block.
+        """Returns how many numbers are saved per patch.
 
-        Blocks keep nothing if the tower is ``frozen``, and mergers keep nothing if the projector is frozen, too.
+        With ``recomputed`` these are the inputs of all blocks, and the numbers of one block.
+
+        Blocks save no numbers if the tower is ``frozen``. Mergers save no numbers if the projector is frozen, too.
         """
         if VISION in frozen:
             return 0 if PROJECTOR in frozen else self.mergers
@@ -122,8 +125,9 @@ class PatchCost:
 def patch_cost(values: Mapping[str, Any]) -> PatchCost:
     """Returns the cost of a patch in Qwen3-VL's vision tower.
 
-    A block keeps two norms with input and output, the projections before and after rotation, the attention's output and
-    the two widths of its MLP. A merger keeps its norm's input and output, and three widths for the patches of one row.
+    A block saves the input and output of two norms, the projections before and after rotation, the attention's output
+    and two tensors of the MLP's width. A merger saves the norm's input and output, and three tensors for the merged
+    patches of a row.
     """
     hidden, wide, merge = values["hidden_size"], values["intermediate_size"], values["spatial_merge_size"] ** 2
     mergers, out = 1 + len(values.get("deepstack_visual_indexes") or ()), values["out_hidden_size"]
@@ -151,14 +155,14 @@ _LONG_SOUND = 3000  # frames of 30 seconds
 class ModelDimensions:
     """Holds the dimensions of a model.
 
-    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
-    ``delta_layers`` of the layers have ``delta_net`` in place of attention. With ``output_gate`` the query projection
-    also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with ``qk_norm`` query and
-    key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder, which include
-    ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio encoder's.
-    ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
-    (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
-    seconds in the audio tower.
+    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, or 0 with experts.
+    ``delta_layers`` is the number of layers with ``delta_net`` in place of attention. With ``output_gate`` the query
+    projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
+    ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder.
+    This includes the projectors: ``projector`` parameters of vision and ``audio_projector`` parameters of audio.
+    ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications for one
+    row (`relax_core.families.towers.row_products`). ``audio_frame_products`` counts the audio tower's multiplications
+    for one frame of a sound of 30 seconds.
     """
 
     name: str
@@ -218,11 +222,11 @@ class ModelDimensions:
 
     @property
     def router_parameters(self) -> int:
-        """Returns the number of parameters of all routers, which `layer_parameters` includes."""
+        """Returns the number of parameters of all routers; `layer_parameters` includes them."""
         return self.layers * self.hidden * self.experts.count if self.experts else 0
 
     def tower_work(self, *, patches: float, audio_frames: float) -> float:
-        """Returns the towers' work for some patches and frames of sound, in rows, without the scores among patches."""
+        """Returns the towers' work for patches and audio frames, in rows, without attention scores among patches."""
         seen = 0 if self.patches is None else patches * self.patches.products
         return (seen + audio_frames * self.audio_frame_products) / self.row_products
 
@@ -246,13 +250,13 @@ class ModelDimensions:
 
     @property
     def cache_values_per_token(self) -> int:
-        """Returns how many numbers an engine keeps of one token: keys and values of the layers with full attention."""
+        """Returns how many numbers an engine caches per token: keys and values of the layers with full attention."""
         return 2 * self.full_attention_layers * self.key
 
     def state_bytes_per_sample(self, size: int) -> int:
-        """Returns the bytes of the states of linear attention that an engine keeps of one running sample.
+        """Returns the bytes of linear attention's states that an engine keeps for one running sample.
 
-        The matrices are float32; the inputs of the convolution have ``size`` bytes a number.
+        The state matrices are float32; the convolution's inputs have ``size`` bytes per number.
         """
         delta_net = self.delta_net
         if delta_net is None:
@@ -263,7 +267,7 @@ class ModelDimensions:
         )
 
     def state_tokens(self, size: int) -> int:
-        """Returns the size of a sample's states in tokens of the KV cache, 0 for a model without states."""
+        """Returns the size of a sample's states in KV-cache tokens; 0 for a model without states."""
         return -(-self.state_bytes_per_sample(size) // (self.cache_values_per_token * size))
 
     def _attention_parameters(self) -> int:
@@ -284,15 +288,15 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str, family: str | None = None) -> ModelDimensions:
-    """Returns the dimensions in the content of a config.json.
+    """Returns the dimensions from the content of a config.json.
 
-    ``family``, a name or a file, is tried before the registered families. Raises ValueError for an unknown family, for
-    an unsupported option, and for a missing field.
+    ``family``, a name or a file, is tried before the registered families. Raises ValueError for an unknown family, an
+    unsupported option or a missing field.
     """
     key = family_key(values.get("model_type"), also=family)
     if key is None:
         known = ", ".join(sorted(names("family")))
-        raise ValueError(f"{name}: model_type={values.get('model_type')!r} cannot be planned. What can: {known}.")
+        raise ValueError(f"{name}: model_type={values.get('model_type')!r} cannot be planned. Known families: {known}.")
     return _of_a_family_that_trains(values, name, find_family(key))
 
 
@@ -351,7 +355,10 @@ def vision_parameters(values: Values) -> int:
 
 
 def projector_parameters(values: Values) -> int:
-    """Counts a Qwen3-VL tower's mergers; the first normalizes patches, the deepstack mergers merged patches."""
+    """Counts the parameters of a Qwen3-VL tower's mergers.
+
+    The first merger normalizes patches; the deepstack mergers normalize merged patches.
+    """
     hidden, out = values["hidden_size"], values["out_hidden_size"]
     merged = hidden * values["spatial_merge_size"] ** 2
     merger = merged * merged + merged + merged * out + out
@@ -360,7 +367,10 @@ def projector_parameters(values: Values) -> int:
 
 
 def audio_parameters(values: Values) -> int:
-    """Counts a Qwen3-Omni audio tower: three convolutions that halve the mel bins, encoder layers, two projections."""
+    """Counts the parameters of a Qwen3-Omni audio tower.
+
+    It has three convolutions that halve the mel bins, encoder layers and two projections.
+    """
     hidden, wide, channels = values["d_model"], values["encoder_ffn_dim"], values["downsample_hidden_size"]
     bins = values["num_mel_bins"]
     for _ in range(3):
@@ -371,6 +381,6 @@ def audio_parameters(values: Values) -> int:
 
 
 def audio_projector_parameters(values: Values) -> int:
-    """Counts the two matrices that map a Qwen3-Omni audio tower's rows to the language model."""
+    """Counts the parameters of the two matrices that map a Qwen3-Omni audio tower's rows to the language model."""
     hidden, out = values["d_model"], values["output_dim"]
     return int(hidden * hidden + hidden + hidden * out + out)

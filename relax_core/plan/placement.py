@@ -1,4 +1,4 @@
-"""Places a run on machines: GPUs and nodes of roles, encode workers, towers on ranks, and room for further engines."""
+"""Plans a run's placement: GPUs and nodes of roles, encode workers, towers on ranks, and room for further engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which th
 class GpuPlacement:
     """Holds the GPUs of one rank or engine.
 
-    ``name`` is the name of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
+    ``name`` is the name of the rank or engine. ``gpus`` are GPU numbers on the node, from 0; empty means CPU cores.
     ``coordinates`` are the position of a trainer rank in its parallel layout.
     """
 
@@ -61,7 +61,7 @@ class GpuPlacement:
 
 
 def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
-    """Maps each role that holds a model to its number of GPUs. With mode=colocate each role has all GPUs."""
+    """Maps each role with a model to its number of GPUs. With mode=colocate each role has all GPUs."""
     placement = config.placement
     if config.mode.name is ModeName.colocate:
         return dict.fromkeys(needed_roles(config, roles), placement.nodes * placement.gpus_per_node)
@@ -69,7 +69,7 @@ def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
 
 
 def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
-    """Returns the roles that need GPUs, in order of placement. The engines count as rollout."""
+    """Returns the roles that need GPUs, in order of placement. The engines belong to the role rollout."""
     on_cores = set() if engines_take_gpus(config) else {ROLLOUT, TEACHER_ENGINE}
     if not judges_take_gpus(config):
         on_cores.add(JUDGE_ENGINE)
@@ -79,7 +79,7 @@ def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
     """Yields one sentence for each fault of the placement, such as a role without GPUs.
 
-    Whether the layouts divide the model's sizes has been checked before.
+    Another check has already verified that the layouts divide the model's sizes.
     """
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
@@ -157,7 +157,7 @@ def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> It
 def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[GpuPlacement]:
     """Returns the GPUs of every rank and engine of a configuration without faults.
 
-    Roles take GPUs one after the other.
+    GPUs are assigned role by role.
     """
     if config.placement.gpus_per_node == 0:
         return [
@@ -186,7 +186,7 @@ def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Itera
 
 
 def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
-    """Returns a rank's position in its worker group, for the sizes above 1."""
+    """Returns a rank's coordinates in its worker group for the dimensions with a size above 1."""
     layout = worker_group_layouts(config).get(role)
     if layout is None:
         return ""
@@ -195,13 +195,13 @@ def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
 
 
 TORCH_S = 60.0  # seconds for an interpreter to import torch and to query the driver
-DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
+DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # device files of NVIDIA, of AMD, and of WSL for GPUs under Windows
 SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
-    "placement=gpu: Relax has run on one GPU alone, with the trainer of a tiny model and the embedded engine. Several "
+    "placement=gpu: Relax has run on one GPU only, with the trainer of a tiny model and the embedded engine. Several "
     "GPUs, SGLang on a GPU, the transfer of weights to it, and recovery on GPUs have been tested only on CPU cores, "
     "and the plan's memory numbers for a GPU are assumptions. "
-    "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
+    "Begin with a few steps of a small model, and watch the memory and the log-prob gap between engine and trainer."
 )
 _ASK_TORCH = """
 import json, torch
@@ -216,7 +216,7 @@ class FoundGpus:
     """Describes the GPUs of this machine.
 
     ``device_files`` are the drivers' files in /dev. ``sizes`` are the bytes of memory of each GPU that torch can use.
-    ``torch`` is torch's version, or the reason why torch gave no answer; it is empty if no driver was found.
+    ``torch`` is torch's version, or the reason why the query failed; it is empty if no driver was found.
     """
 
     device_files: Sequence[str] = ()
@@ -234,7 +234,7 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
             [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return FoundGpus(device_files=files, torch=f"which gave no answer in {TORCH_S:.0f} s")
+        return FoundGpus(device_files=files, torch=f"which did not answer within {TORCH_S:.0f} s")
     if asked.returncode != 0:
         last = (asked.stderr.strip().splitlines() or ["no error output"])[-1]
         return FoundGpus(device_files=files, torch=f"which failed: {last}")
@@ -250,7 +250,7 @@ def device_files(devices: Path = Path("/dev")) -> list[str]:
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields the problems of a start on GPUs that can be detected on this machine.
 
-    `relax_core.roles.process_placement.cluster_fault` counts the GPUs of a joined Ray cluster after the run has joined.
+    After a run has joined an external Ray cluster, `relax_core.roles.process_placement.cluster_fault` counts its GPUs.
     """
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
@@ -260,7 +260,10 @@ def gpu_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[NotYet]:
-    """Yields the missing GPUs of this machine for a run with its own Ray. Such a run can still be planned."""
+    """Yields a sentence if this machine lacks GPUs for a run that starts Ray itself.
+
+    Such a run can still be planned.
+    """
     wanted = f"placement.gpus_per_node={placement.gpus_per_node}"
     have = len(found.sizes)
     if placement.nodes > 1 and found.device_files:
@@ -294,9 +297,9 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeNode:
-    """Holds a node that encodes media: its workers, their memory, and the items that they share, in bytes.
+    """Holds a node that encodes media: its encode workers, their bytes of memory, and the bytes of the shared items.
 
-    ``cores`` and ``memory`` describe the node, None if only a running Ray cluster knows them.
+    ``cores`` and ``memory`` are the node's resources; they are None if only a running Ray cluster knows them.
     """
 
     number: int
@@ -319,7 +322,7 @@ class EncodeNode:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yields a sentence if the node lacks a core for each encode worker, and if it lacks memory."""
+        """Yields a sentence if the node has fewer cores than encode workers, and one if it has too little memory."""
         fits = "Use a smaller modality.workers or fewer rollout.workers."
         here = f"modality.workers={self.workers // self.rollouts}: node {self.number} has "
         here += f"{plural(self.rollouts, 'rollout worker')}, so {plural(self.workers, 'encode worker')}"
@@ -335,7 +338,7 @@ class EncodeNode:
 def encode_nodes(
     config: RelaxConfig, roles: Mapping[str, int], work: Workload, *, data_rows: int | None
 ) -> list[EncodeNode]:
-    """Returns the nodes on which rollout workers, and therefore their encode workers, run; none for a text-only run.
+    """Returns the nodes with rollout workers and thus with encode workers; empty for a text-only run.
 
     Rollout workers are spread over all nodes, node 0 first (`relax_core.roles.process_placement.node_options`).
     """
@@ -366,14 +369,14 @@ def _runs_here(config: RelaxConfig) -> bool:
 
 
 def cores_of_a_node(config: RelaxConfig) -> int | None:
-    """Returns the CPU cores that the run may use on each of its nodes, None if that is not known here."""
+    """Returns the CPU cores that the run may use on each of its nodes, or None if unknown on this machine."""
     if isinstance(config.launcher, SlurmLauncherConfig | RayJobLauncherConfig):
         return config.launcher.cpus_per_node
     return _own_cores() if _runs_here(config) else None
 
 
 def _own_cores() -> int:
-    """Returns the cores that this process may use, by its affinity and its container's limit (control group v2)."""
+    """Returns the cores that this process may use by its CPU affinity and its container's limit (control group v2)."""
     cores = len(os.sched_getaffinity(0))
     limit = Path("/sys/fs/cgroup/cpu.max")
     quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
@@ -387,13 +390,13 @@ def _host_memory(config: RelaxConfig) -> int | None:
     return available_bytes() if _runs_here(config) else None
 
 
-OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
+OF_ENGINES = ("engine", "owner of an engine")  # the memory holders of one engine
 
 
 def engine_room(config: RelaxConfig, memory: Sequence[MemoryHolder], *, here: bool) -> EngineRoom | None:
-    """Returns the resources of a further engine, None if the run starts none during training.
+    """Returns the resources of a further engine, or None if the run cannot add engines during training.
 
-    ``memory`` comes from the plan, and ``here`` says that the run has no other machine.
+    ``memory`` is the plan's memory, and ``here`` is True if the run uses only this machine.
     """
     limits = limits_of(config)
     if config.gateway.name == "none" or limits.refusal or limits.no_more or not memory:
@@ -407,7 +410,7 @@ def engine_room(config: RelaxConfig, memory: Sequence[MemoryHolder], *, here: bo
 
 
 def engine_room_notes(config: RelaxConfig, room: EngineRoom | None, *, free: int | None) -> Iterator[str]:
-    """Yields sentences about engines that are added and removed; ``free`` is this machine's free memory in bytes."""
+    """Yields sentences about adding and removing engines; ``free`` is this machine's free memory in bytes."""
     if config.gateway.name == "none":
         return
     limits = limits_of(config)
@@ -437,16 +440,16 @@ def engine_room_notes(config: RelaxConfig, room: EngineRoom | None, *, free: int
         )
 
 
-UNBALANCED = 1.1  # a layout is proposed if the configured layout takes more than this times as long
-AS_GOOD = 1.02  # layouts with times within this factor count as equally good; the first is proposed
+UNBALANCED = 1.1  # a layout is proposed if the configured layout takes more than this factor longer
+AS_GOOD = 1.02  # layouts with times within this factor are equally good; the first of them is proposed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerLayout:
     """Holds a distribution of the towers' work over ranks: its settings of `parallel` and its costs.
 
-    ``time`` is the time of the slowest stage, divided by the time of a rank if all had equal work. ``size`` is the peak
-    of the trainer's fullest rank, in bytes.
+    ``time`` is the time of the slowest stage, divided by the time that a rank would take with equal work on all ranks.
+    ``size`` is the peak memory of the trainer's fullest rank, in bytes.
     """
 
     parallel: ParallelConfig
@@ -489,9 +492,9 @@ def tower_layout_notes(
 
 
 def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Iterator[dict[str, Any]]:
-    """Yields the settings of each layout: towers on all ranks or sharded, and equal or fewer layers in the first stage.
+    """Yields the settings of each layout: shared media items or not, and equal or fewer layers in the first stage.
 
-    The smaller number of layers is the configured number, or else the fastest.
+    The smaller number of first-stage layers is the configured number, or the fastest number if none is configured.
     """
     parallel = config.parallel
     sizes = [
@@ -526,10 +529,10 @@ def _way(
 
 
 def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:
-    """Returns the slowest stage's time, divided by the time of a rank with an equal share of a micro-batch's work.
+    """Returns the slowest stage's time, divided by the time that a rank would take with an equal share of the work.
 
-    Work is the number of matrix products; ``towers`` is the towers' share of it. The embedding and the output layer do
-    not count.
+    The work of a micro-batch is its number of matrix products, without embedding and output layer. ``towers`` is the
+    towers' share of this work.
     """
     ranks = parallel.tp * parallel.cp
     passed = patches_of_rank(parallel, work) / max(1, patches_of_micro_batch(parallel, work))

@@ -1,4 +1,4 @@
-"""Executes plan=true and plan=json, and makes the plan before every run."""
+"""Executes plan=true and plan=json, and makes the plan at the start of every run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CANNOT_WORK = 1
 
 
 def show_plan(config: RelaxConfig, problems: Sequence[str], *, overrides: Sequence[str] = ()) -> int:
-    """Prints the plan, and returns the exit code. ``problems`` are the problems that the checks of a start found.
+    """Prints the plan, and returns the exit code. ``problems`` are the problems that the start checks found.
 
-    Overrides that nothing reads get a warning. The code is 0 for a layout that works, also if it cannot start yet; the
-    plan then says so first. It is 1 for a layout that cannot work; the plan then has the fixes.
+    Prints a warning for each unused override. The code is 0 if the run can work, even if it cannot start yet; the plan
+    then begins with the reasons. The code is 1 if the run cannot work; the plan then has the fixes.
     """
     mistakes = [problem for problem in problems if not isinstance(problem, NotYet)]
     if not mistakes:
@@ -43,7 +43,7 @@ def show_plan(config: RelaxConfig, problems: Sequence[str], *, overrides: Sequen
 
 
 def _with_resume(plan: Plan, config: RelaxConfig) -> Plan:
-    """Returns the plan with the notes of the checkpoint for a resume from here. Raises as `find_resume_point` does."""
+    """Returns the plan with notes about the checkpoint to resume from. Raises the errors of `find_resume_point`."""
     resume = None if config.launcher.name is LauncherKind.ray_job else find_resume_point(config, repair=False)
     if resume is None:
         return plan
@@ -52,7 +52,7 @@ def _with_resume(plan: Plan, config: RelaxConfig) -> Plan:
 
 
 def plan_run(config: RelaxConfig) -> Plan:
-    """Returns the plan of a run that is about to start. Raises `ConfigError` for a run that cannot work."""
+    """Returns the plan of a run that is about to start. Raises `ConfigError` if the run cannot work."""
     try:
         plan = make_plan(config)
     except ValueError as error:
@@ -63,7 +63,7 @@ def plan_run(config: RelaxConfig) -> Plan:
 
 
 def save_plan(plan: Plan, folder: Path) -> None:
-    """Writes plan.json, completely or not at all, and replaces the file of an earlier start."""
+    """Writes plan.json atomically and replaces the file of an earlier start."""
     partial = folder / f".{PLAN_FILE}.partial"
     partial.write_text(json.dumps(as_json_values(plan), indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / PLAN_FILE)

@@ -1,4 +1,4 @@
-"""Makes the prompts of a run before its start, with its tokenizer, the limit of a prompt, and the headers of media."""
+"""Makes the prompts of a run before its start from the tokenizer, a prompt's limit and the headers of media."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from relax_core.tools.tiny_text import tiny_prompt_tokenizer
 if TYPE_CHECKING:
     from relax_core.data.media.media_headers import PlannedItem
 
-FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
-HEADERS = 2048  # sources whose headers are read before a start
-ROWS_A_SECOND = 13  # rows of a sound in Qwen3-Omni
-STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
+FRAMES_A_STEP = 2  # frames per time step of a video in Qwen3-VL
+HEADERS = 2048  # number of media sources to read headers from before a start
+ROWS_A_SECOND = 13  # rows per second of a sound in Qwen3-Omni
+STAMP_TOKENS = 16  # maximum tokens of a step's time stamp, with the tokens that begin and end vision
 
 
 def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> PromptMaker | None:
-    """Returns the maker of prompts from data rows, or None if there is no usable model yet.
+    """Returns a function that makes prompts from data rows, or None if there is no usable model yet.
 
-    The result is also None for agents and environments with turns, whose episodes make their own prompts. ``headers``
-    keeps the headers of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be used,
-    such as a template that leaves out the tools of the environment.
+    The result is also None for agents and for environments with turns, because these episodes make their own prompts.
+    ``headers`` caches the headers of media. Raises ValueError with the key if the tokenizer or the chat template cannot
+    be used, for example if the template leaves out the environment's tools.
     """
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
     if tokenizer is None:
         return None
-    if env.agent is not None:  # its requests say whether an agent has tools
+    if env.agent is not None:  # An agent's requests determine its tools.
         return None
     if env.has_turns:
         ToolUse.of_env(env, config.env, tokenizer)
@@ -78,7 +78,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
 
 
 def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
-    """Returns the maximum number of rows of an item, by the limits of `modality`."""
+    """Returns the maximum number of rows of a media item under the limits of `modality`."""
     if config.data.task in MEDIA_ROWS:
         return MEDIA_ROWS[config.data.task]
     modality = config.modality
@@ -92,10 +92,10 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
 
 
 class ItemHeaders:
-    """Reads the headers of sources and plans their items.
+    """Reads the headers of media sources and plans their items.
 
-    Only the first `HEADERS` sources are read; a later source counts with the maximum number of rows among them. Without
-    the files of a model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
+    Only the first `HEADERS` sources are read. A later source is assumed to have as many rows as the largest of them.
+    Without a model's files, the limits of `modality` determine the rows. ``tokenize`` returns the ids of a time stamp.
     """
 
     tokenize: Callable[[str], Sequence[int]] | None = None
@@ -110,9 +110,9 @@ class ItemHeaders:
             self._tower, self._audio = _towers(config)
 
     def rows(self, source: MediaSource) -> int:
-        """Returns the rows of a source, or an estimate if its header is not read.
+        """Returns the number of rows of a source, or an estimate if the header is not read.
 
-        Raises `MediaError` if its header shows that it cannot be used.
+        Raises `MediaError` if the header shows that the source cannot be used.
         """
         if self._tower is None or self._config.data.task in MEDIA_ROWS:
             return most_rows(self._config, source.kind)
@@ -125,7 +125,7 @@ class ItemHeaders:
         return item.rows
 
     def item(self, source: MediaSource) -> PlannedItem | None:
-        """Returns the planned item of a source, or None if it cannot be used or the model has no files yet."""
+        """Returns the planned item of a source, or None if the source cannot be used or the model has no files yet."""
         item = None if self._tower is None else self._read(source, self._tower)
         return None if isinstance(item, MediaError) else item
 
@@ -153,7 +153,7 @@ def _key(source: MediaSource) -> str:
 
 
 def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | None]:
-    """Returns the settings for vision and for audio, None if the model has no files yet or not this input."""
+    """Returns the settings for vision and audio; one is None if the model has no files yet or lacks this input."""
     try:
         if config.model.path is not None:
             model = folder_architecture(Path(config.model.path), also=config.model.family)
@@ -168,22 +168,22 @@ def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | 
         seen = tower_of(family.vision, inner, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
         extractor = files[EXTRACTOR_FILE]
         return seen, None if family.audio is None else audio_tower_of(family.audio, inner, extractor=extractor)
-    except (ValueError, OSError):  # the check of the model reports it
+    except (ValueError, OSError):  # the model check reports it
         return None, None
 
 
 def prompt_room(config: RelaxConfig) -> int:
     """Returns the largest number of tokens of a prompt.
 
-    It is the context length, or the number of the model's positions if the context is not derived yet, minus the
-    response. It is unbounded if these are unknown.
+    This is the context length minus the response. If the context is not derived yet, the model's number of positions
+    replaces the context length. If both are unknown, the result is unbounded.
     """
     context = config.engine.context_length if config.engine.context_length is not None else positions(config)
     return sys.maxsize if context is None else context - config.rollout.max_new_tokens
 
 
 def positions(config: RelaxConfig) -> int | None:
-    """Returns the number of the model's positions, or None if it is unknown or another check refuses the model."""
+    """Returns the model's number of positions, or None if it is unknown or another check refuses the model."""
     model = config.model
     if model.builtin is not None:
         return MAX_POSITIONS
@@ -197,10 +197,10 @@ def positions(config: RelaxConfig) -> int | None:
 
 
 def stop_token_warnings(config: RelaxConfig) -> Iterator[str]:
-    """Yields a warning if the chat template of model.path ends an answer without a stop token or stop string."""
+    """Yields a warning if model.path's chat template ends an answer with neither a stop token nor a stop string."""
     try:
         tokenizer = None if config.model.path is None else _tokenizer(config)
-    except ValueError:  # the check of the model reports it
+    except ValueError:  # the model check reports it
         return
     behind = "" if tokenizer is None else unstopped_end(tokenizer, config.rollout.stop)
     if tokenizer is None or not behind.strip():
@@ -213,7 +213,7 @@ def stop_token_warnings(config: RelaxConfig) -> Iterator[str]:
         fix = f'Write "eos_token_id": {ids} into generation_config.json, which adds {text}'
     yield (
         f"model.path={config.model.path}: its chat template ends an answer without a stop token of the folder "
-        f"({names}), so every answer may run to rollout.max_new_tokens. {fix}."
+        f"({names}), so every answer may have rollout.max_new_tokens tokens. {fix}."
     )
 
 

@@ -1,6 +1,6 @@
-"""Checks a run's reward for wrong answers that it awards, before the start (``reward.audit``).
+"""Checks before the start whether a run's reward gives points to wrong answers (``reward.audit``).
 
-The result is kept in the user's cache, because a sweep starts many runs with the same reward and the same rows.
+The user's cache stores the result, because a sweep starts many runs with the same reward and rows.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.rewards.reward_audit import audited_rows
 from relax_core.rollout.trial.reward_trial import Audited, audit_in_child
 
-ROWS = 24  # rows that are checked before a run; relax check-reward checks more
-LIMIT_S = 8.0  # no further row is started after this time
-NAMED = 3  # families of wrong answers that a note names
+ROWS = 24  # number of rows to check before a run; relax check-reward checks more
+LIMIT_S = 8.0  # seconds after which the check starts no further row
+NAMED = 3  # maximum number of families of wrong answers in a note
 NOT_CHECKED = "The reward was not checked for wrong answers that it awards:"
 _MAX_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCheck:
-    """Holds notes for the user about the reward; ``refused`` is the reason why the run cannot start."""
+    """Holds notes about the reward for the user; ``refused`` is the reason why the run cannot start."""
 
     notes: Sequence[str] = ()
     refused: str | None = None
 
 
 def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
-    """Returns the result of the check, from the cache if this reward was checked on these rows before.
+    """Returns the result of the check; if the cache has a result for this reward and these rows, returns that result.
 
-    A reward that cannot be checked gets a note with the reason. A reward that scores the turns of an environment is not
+    If a reward cannot be checked, a note has the reason. Rewards that score the turns of an environment are not
     checked.
     """
     reward = config.reward
@@ -61,7 +61,7 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
     named = [f"{name} ({share:.0%} of {found.rows} rows): {worst}" for name, (share, worst) in above.items()]
     fix = "Use a stricter reward; relax check-reward with the same arguments shows all families (docs/rewards.md)."
     if reward.audit == REFUSE:
-        text = f"reward.audit=refuse: reward={reward.name} awards wrong answers, which a model learns. "
+        text = f"reward.audit=refuse: reward={reward.name} awards wrong answers, and a model learns them. "
         return RewardCheck(refused=f"{text}{'; '.join(named[:NAMED])}. {fix}")
     text = f"reward={reward.name} awards wrong answers of {len(above)} families, which a model learns. {fix} The first:"
     return RewardCheck(notes=[text, *(f"  {example}" for example in named[:NAMED])])
@@ -73,11 +73,11 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
         try:
             return msgspec.json.decode(read_regular(file, max_bytes=_MAX_RECORD_BYTES), type=Audited)
         except (ValueError, OSError):
-            pass  # a damaged file is written again
+            pass  # A damaged file is replaced.
     known = RewardChoice(find_reward(config.reward.name), config.reward).known()
     asking = [reward.label for reward in known if reward.spec.is_async]
     if asking:
-        return Audited(why_not=f"reward={asking[0]} queries a server: relax check-reward checks it if it is up.")
+        return Audited(why_not=f"reward={asking[0]} queries a server. Start the server and use relax check-reward.")
     found = audit_in_child(config.reward, rows, workers=config.rollout.reward_workers, limit_s=LIMIT_S)
     if found.crashed:
         return found
@@ -89,7 +89,7 @@ def _kept_or_made(config: RelaxConfig, rows: Sequence[DataRow]) -> Audited:
 
 
 def _key(config: RelaxConfig, rows: Sequence[DataRow]) -> str:
-    """Returns a digest of the settings, the rows and the code of rewards and check."""
+    """Returns a digest of the settings, the rows, and the code of the rewards and of the check."""
     settings = replace(config.reward, audit=OFF, audit_limit=0.0, shadow=None, on_hack=REPORT)
     digest = hashlib.sha256(repr(settings).encode())
     digest.update(repr([sorted(row.items()) for row in map(_plain, rows)]).encode())

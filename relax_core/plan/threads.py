@@ -1,7 +1,8 @@
-"""Derives `engine.threads` if it is 0: the CPU threads of one engine, and of one trainer rank on CPU cores.
+"""If `engine.threads` is 0, derives it: the CPU threads of one engine, and of one trainer rank on CPU cores.
 
-In colocate, engines and ranks take turns, so that each side may use all cores; its threads sleep while it waits. In
-async mode they share the cores. More threads make a small model slower, because each operator waits for all of them.
+In colocate mode engines and trainer ranks alternate. Each may use all cores, because waiting threads sleep. In async
+mode engines and ranks share the cores. More threads make a small model slower, because each operator waits for all
+threads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from relax_core.plan.model_dimensions import find_dimensions
 from relax_core.plan.placement import cores_of_a_node
 from relax_core.train.parallel_layout import world_size
 
-LARGE = 50_000_000  # parameters from which a second thread pays
+LARGE = 50_000_000  # number of parameters from which a second thread makes a model faster
 
 
 def with_threads(config: RelaxConfig) -> RelaxConfig:

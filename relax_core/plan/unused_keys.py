@@ -1,4 +1,4 @@
-"""Finds settings that nothing reads: in this configuration, or in an evaluation."""
+"""Finds settings that have no effect in a configuration or in an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
 
-# Keys that only training reads, in addition to all keys of `optimizer`.
+# Keys that only training reads. All keys of `optimizer` belong to them, too.
 _TRAINING = (
     "mode",
     "resume",
@@ -26,26 +26,26 @@ _TRAINING = (
 
 
 def unused_keys(config: RelaxConfig) -> Iterator[str]:
-    """Yields "keys: reason" for settings of a validated configuration that nothing reads."""
+    """Yields "keys: reason" for settings that have no effect in a validated configuration."""
     algo: Any = config.algo
     if getattr(algo, "kl_coef", None) == 0.0:
         yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 uses no reference model"
     if getattr(algo, "aggregation", None) in ("token_mean", "seq_mean_token_mean"):
-        yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
+        yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by a length"
     if getattr(algo, "credit", None) == "episode":
         yield "algo.gigpo_weight, algo.gigpo_gamma: algo.credit=episode compares no turns"
     if not may_be_isolated(config.reward):
-        yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process itself"
+        yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process"
     if config.optimizer.schedule is Schedule.constant:
-        yield "optimizer.min_lr_ratio: optimizer.schedule=constant never goes down"
+        yield "optimizer.min_lr_ratio: optimizer.schedule=constant never lowers the learning rate"
     yield from _unread_of_rollout(config)
     if not config.eval.every:
         yield "eval.rows, eval.samples, eval.temperature, eval.sets: eval.every=0 never evaluates"
     if config.data.task is None:
-        yield "data.size: a file has the rows that it has"
+        yield "data.size: a file has a fixed number of rows"
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:
-        yield "model.shape: model.path has its own dimensions"
+        yield "model.shape: the folder of model.path has the dimensions"
 
 
 def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
 def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
-        yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there are no ranks to share with"
+        yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 no other rank can store a part"
     if not set(FORWARD_ROLES) & set(worker_group_layouts(config)) and world_size(parallel.forward) > 1:
         yield "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference"
 
@@ -70,9 +70,9 @@ def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:
     rollout = config.rollout
     over_sampled = rollout.over_sampling > 1.0
     if not over_sampled and rollout.surplus is not Surplus.drop:
-        yield "rollout.surplus: rollout.over_sampling=1 leaves nothing over"
+        yield "rollout.surplus: rollout.over_sampling=1 generates no surplus"
     if config.mode.max_staleness == 0 and not (over_sampled and rollout.surplus is Surplus.keep):
-        why = "with mode.max_staleness=0 no sample lives through a weight change"
+        why = "with mode.max_staleness=0 no weight change happens during a sample"
         if config.mode.on_stale is not OnStale.drop:
             yield f"mode.on_stale: {why}"
         if rollout.partial is not Partial.in_place:
@@ -82,10 +82,10 @@ def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:
 
 
 def unread_by_evaluation(overrides: Sequence[str]) -> Iterator[str]:
-    """Yields a sentence for each key that only training reads."""
+    """Yields a sentence for each override of a key that an evaluation does not read."""
     for word in overrides:
         key, _, value = word.partition("=")
         if key == "plan" and value != "false":
             yield f"{word}: relax eval has no plan. Drop it; plan=true belongs to a run."
         elif key in _TRAINING or key.startswith(("optimizer.", "mode.")):
-            yield f"{word}: an evaluation trains nothing, and does not read {key}. Drop it."
+            yield f"{word}: an evaluation does not train, and does not read {key}. Drop it."

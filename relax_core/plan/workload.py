@@ -1,6 +1,6 @@
-"""Computes the sizes of a step: tokens of a prompt, rows of a micro-batch, concurrent samples of an engine.
+"""Computes the sizes of a train step: tokens of a prompt, rows of a micro-batch, concurrent samples of an engine.
 
-Responses count with their maximal length, rollout.max_new_tokens; prompts count as they are in the data.
+Responses are assumed to have the maximum length, rollout.max_new_tokens. Prompts have their lengths in the data.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from relax_core.plan.data_check import PromptMedia, summarize_data
 from relax_core.plan.model_dimensions import ModelDimensions, PatchCost
 from relax_core.registry import find_env
 
-_LOOKED_AT = 256  # rows of the data that are read
-_TEMPLATE_TOKENS = 8  # tokens that a chat template adds around one message
+_LOOKED_AT = 256  # number of data rows to read
+_TEMPLATE_TOKENS = 8  # number of tokens that a chat template adds to a message
 _CHARACTERS_A_TOKEN = (
-    3  # characters of a token of a real vocabulary, a low estimate; a small vocabulary has a token for each character
+    # low estimate of the characters per token of a real vocabulary; a small vocabulary has a token for each character
+    3
 )
 _SMALL_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Holds the sizes of a step.
+    """Holds the sizes of a train step.
 
     ``prompt_source`` is the source of the prompt's length, as text. ``observed_tokens`` is the maximum number of tokens
     that an environment of several turns adds to an episode.
 
-    Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
-    ``group_rows`` counts the rows of a whole group, ``episode_rows`` the rows of a single episode. ``busy_ranks`` is
-    the number of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens``
-    (response tokens) are the largest of one such rank. ``groups_together`` is the number of groups in a micro-batch
-    over all ranks, 0 if a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` is the
-    number of micro-batches in one pass over the step. ``repeated_share`` is the largest share of all computed rows that
-    are repeated prompts. ``media`` describes the media of a prompt, None for a text-only run; the towers' work for
-    media counts toward the budget of a micro-batch. ``mean_prompt_tokens`` are the tokens of a prompt with the mean
-    instead of the maximum number of media rows, and ``media_prompts`` is the number of such prompts in a micro-batch on
-    one rank.
+    Rows are the token rows that the trainer computes for a group: the prompt once, and each response without its last
+    token. ``group_rows`` is the number of rows of a whole group, and ``episode_rows`` the number of rows of one
+    episode. ``busy_ranks`` is the number of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and
+    ``micro_batch_tokens`` (response tokens) are the largest numbers on one such rank. ``groups_together`` is the number
+    of groups in a micro-batch over all ranks; it is 0 if a group is split into ``group_pieces`` pieces, each with the
+    prompt. ``micro_batches`` is the number of micro-batches in one pass over the step. ``repeated_share`` is the
+    largest share of all computed rows that are repeated prompts. ``media`` describes the media of a prompt; it is None
+    for a text-only run. The towers' work for media counts toward the budget of a micro-batch. ``mean_prompt_tokens`` is
+    the number of tokens of a prompt with the mean number of media rows, and ``media_prompts`` is the number of such
+    prompts in a micro-batch on one rank.
     """
 
     prompt_tokens: int
@@ -72,9 +73,10 @@ class Workload:
 
 
 def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: int = 0) -> Workload:
-    """Returns the sizes of a step for a validated configuration. Without data rows, the whole prompt counts as images.
+    """Returns the sizes of a train step for a validated configuration.
 
-    ``state_tokens`` is a sample's share of engine.max_total_tokens in addition to its own tokens.
+    Without data rows, a multimodal prompt is assumed to be images only. ``state_tokens`` is the size of a sample's
+    states in tokens of engine.max_total_tokens.
     """
     prompt, source = _prompt_tokens(config, vocabulary=model.vocabulary)
     media = None if model.patches is None else _prompt_media(config, model.patches, prompt=prompt)
@@ -89,7 +91,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     packed = pack_update(of_update, group_size, prompt=prompt + towers, branch=branch, budget=budget, ranks=ranks)
     episodes, rows = _largest_share(of_update, group_size, prompt=prompt, branch=branch, ranks=busy)
     if packed.micro_batches > 1:
-        # With shorter responses more episodes fit, up to the budget.
+        # If responses are shorter, more episodes fit, up to the budget.
         rows = min(rows, max(budget, episode_rows))
         episodes = min(episodes, max(1, rows // branch))
     computed = of_update * group_rows + packed.repeated_prompts * prompt
@@ -131,7 +133,7 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
     if not spec.has_turns:
         return 0
     room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
-    if spec.agent is not None:  # it may send anything
+    if spec.agent is not None:  # an agent may send messages of any length
         return max(0, room)
     return max(0, min(cast(InteractionConfig, config.env).max_observed_tokens, room))
 
@@ -140,8 +142,8 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
 class PackedUpdate:
     """Holds the division of one update's groups into micro-batches if all groups are equally long.
 
-    ``groups_together`` and ``group_pieces`` are as in `Workload`; ``repeated_prompts`` is the largest number of
-    repeated prompt computations.
+    `Workload` describes ``groups_together`` and ``group_pieces``. ``repeated_prompts`` is the largest number of
+    repeated computations of a prompt.
     """
 
     groups_together: int
@@ -153,8 +155,8 @@ class PackedUpdate:
 def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
     """Returns the micro-batches of `relax_core.train.micro_batches` for ``groups`` equal groups.
 
-    Each group has ``group_size`` episodes with ``prompt`` shared rows and ``branch`` rows of their own. A rank holds
-    ``budget`` rows, or one longer episode.
+    Each group has ``group_size`` episodes with ``prompt`` shared rows and ``branch`` separate rows each. A rank gets at
+    most ``budget`` rows, or one longer episode.
     """
     together = 0
     pieces = 1
@@ -168,12 +170,13 @@ def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budge
         micro_batches = -(-pieces // ranks)
         return PackedUpdate(
             groups_together=0,
-            group_pieces=min(group_size, micro_batches * ranks),  # every rank gets a piece if there are enough
+            group_pieces=min(group_size, micro_batches * ranks),  # every rank gets a piece if there are enough pieces
             micro_batches=groups * micro_batches,
             repeated_prompts=groups * (min(group_size, micro_batches * ranks) - 1),
         )
     repeated = 0
-    for first in range(0, groups, together):  # at most one cut between each two ranks, none if groups divide evenly
+    # at most one split group between two ranks; no split if groups divide evenly
+    for first in range(0, groups, together):
         share = min(together, groups - first)
         repeated += 0 if share % ranks == 0 else min(ranks, share * group_size) - 1
     return PackedUpdate(
@@ -185,7 +188,7 @@ def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budge
 
 
 def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budget: int) -> Iterator[int]:
-    """Yields, after each group, the number of bins of ``budget`` rows that the episodes so far fill in order."""
+    """Yields after each group how many bins of ``budget`` rows all episodes so far fill in order."""
     bins, room = 0, 0
     for _ in range(groups):
         has_prompt = False
@@ -199,7 +202,7 @@ def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budg
 
 
 def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ranks: int) -> tuple[int, int]:
-    """Returns episodes and rows of the data-parallel rank with the most rows if an update is one micro-batch."""
+    """Returns the episodes and rows of the data-parallel rank with the most rows if an update is one micro-batch."""
     if groups % ranks == 0:
         return groups // ranks * group_size, groups // ranks * (prompt + group_size * branch)
     episodes = -(-groups * group_size // ranks)
@@ -208,7 +211,10 @@ def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ra
 
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
-    """Returns the tokens of the longest known prompt, at most the context without the response, and their source."""
+    """Returns the tokens of the longest known prompt and their source as text.
+
+    The tokens are at most the context minus the response.
+    """
     room = config.engine.context_tokens - config.rollout.max_new_tokens
     data = config.data
     if data.task is not None:
@@ -234,7 +240,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
 
 
 def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> PromptMedia | None:
-    """Returns the media of the checked rows, or else of a prompt that is one image as large as the limits allow."""
+    """Returns the media of the checked rows; without rows, of a prompt with one image as large as the limits allow."""
     if not media_kinds(config):
         return None
     has_rows = config.data.task is not None or are_rows_named(config.data)
@@ -268,7 +274,7 @@ def _mean_prompt(config: RelaxConfig, media: PromptMedia | None, *, prompt: int)
 
 
 def _prompts(config: RelaxConfig) -> Iterator[object]:
-    """Yields the prompts of the first rows that can be used."""
+    """Yields the prompts of the first usable rows."""
     rows, count = file_rows(config.data)
     for number in range(min(_LOOKED_AT, count)):
         with suppress(BadRow):
@@ -279,5 +285,5 @@ def _characters(prompt: object) -> int:
     """Counts the characters of a text or of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
-    assert isinstance(prompt, list), "checked when the file was opened"
+    assert isinstance(prompt, list), "the file's check accepts only these types"
     return sum(len(str(message.get("content", ""))) for message in prompt)

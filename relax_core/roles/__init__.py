@@ -1,4 +1,4 @@
-"""The processes of a run: each role is a Ray actor that runs a loop in a thread.
+"""The processes of a run. Each role is a Ray actor that runs a loop in a thread.
 
-Start reading in `worker.py`, the base of all workers; `trainer/policy_trainer.py` is the train step.
+Start reading in `worker.py`, the base class of all workers; `trainer/policy_trainer.py` has the train step.
 """

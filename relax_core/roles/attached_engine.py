@@ -1,8 +1,10 @@
-"""The owner of an attached engine (an external server): it sends weights, and neither starts nor ends the engine.
+"""Implements the owner of an attached engine (an external server).
 
-A lock file in the user's cache folder reserves such a server for one run, because two runs would replace each other's
-weights. The kernel releases the lock when its process exits. Runs of other users, and runs on machines that do not
-share this folder, do not detect the lock.
+The owner sends weights, but does not start or end the engine.
+
+A lock file in the user's cache folder reserves the server for one run, because two runs would overwrite each other's
+weights. The kernel releases the lock when the locking process exits. The lock does not exclude runs of different users
+or runs on machines that do not share this folder.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from relax_core.roles.role_context import RunContext
 from relax_core.weights.version_copy import reading_copy
 from relax_core.weights.version_folder import reading
 
-WAIT_S = 10.0  # a killed process of the same run may still hold the lock for this time
+WAIT_S = 10.0  # a killed process of the same run may hold the lock for this time after its kill
 RETRY_S = 0.1
 
 
@@ -38,9 +40,9 @@ def marks_folder() -> Path:
 
 @contextmanager
 def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Holds the server at ``url`` for the run in ``run_dir`` while the block runs.
+    """Reserves the server at ``url`` for the run in ``run_dir`` while the block runs.
 
-    Raises EngineError, which names the holding run, if another process holds the server for ``wait_s`` seconds.
+    Raises EngineError, with the name of the other run, if another process reserves the server for ``wait_s`` seconds.
     """
     parts = urlsplit(url)
     path = marks_folder() / f"{parts.hostname}-{parts.port}"
@@ -64,7 +66,7 @@ def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[
 
 
 def _locked(path: Path) -> IO[str] | None:
-    """Returns the open file with its lock, or None if another process has the lock or has just removed the file."""
+    """Returns the open and locked file, or None if another process has the lock or has just removed the file."""
     with ExitStack() as undo:
         mark = undo.enter_context(path.open("a+"))
         try:
@@ -91,25 +93,26 @@ def _holder(path: Path) -> str:
         return ""
 
 
-LOST_AFTER_S = 30.0  # a joined server that does not answer for this time is removed
-LEAVE_S = 5.0  # time limit for a leaving engine to forget its weights
+LOST_AFTER_S = 30.0  # seconds without an answer after which a joined server is removed
+LEAVE_S = 5.0  # time limit for a leaving engine to discard its weights
 
 
 class AttachedEngineOwner(EngineOwner):
     """Owns the engine at ``engine.urls[rank]``, or an engine that joined the running run by its URL.
 
-    If an engine of ``engine.urls`` does not answer, the owner waits until the user has restarted it. A joined engine is
-    lost after `LOST_AFTER_S` seconds; when it leaves, it keeps running and forgets its weights. An engine gets the
-    newest weights before it gets prompts. In a run with its own engines, this owner sends all weights to a joined
-    engine, from a copy in the run's folder if the run publishes in its machine's memory.
+    If an engine of ``engine.urls`` does not answer, the owner waits until the user has restarted the engine. A joined
+    engine is lost after `LOST_AFTER_S` seconds without an answer. An engine that leaves keeps running and discards its
+    weights. An engine gets the newest weights before it gets prompts. If the run also started engines, this owner sends
+    all weights to a joined engine. If the run publishes weights in shared memory, the owner sends them from a copy in
+    the run's folder.
     """
 
     def media_node(self) -> str:
-        """Returns "", because its clients send the pixels."""
+        """Returns "", because the clients of an attached engine send the pixels with the requests."""
         return ""
 
     def work(self) -> None:
-        """Holds the engine for this run, checks it, and keeps its weights up to date until the run stops."""
+        """Reserves the engine for this run, checks it, and keeps its weights up to date until the run stops."""
         joined = member_list(self.context).read().url_of(self._rank)
         url = joined or self.context.config.engine.urls[self._rank].rstrip("/")
         with held_server(url, run_dir=self.context.run_dir):
@@ -154,13 +157,13 @@ class AttachedEngineOwner(EngineOwner):
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)
         if joined:
-            with suppress(EngineError):  # it may have ended; the next run attaches to it again
+            with suppress(EngineError):  # the server may have ended; the next run attaches to it again
                 attach(client, LEAVE_S, self.context.config.rollout)
 
 
 # -- Compares the start settings of an external server with the run's needs -------------------------------------------
 
-# Names of the settings in the answer of /server_info: those of SGLang, then those of the embedded engine.
+# Names of the settings in the response of /server_info: SGLang's names first, then the embedded engine's names.
 SLOTS = ("max_running_requests", "max_running_samples")
 TOKENS = ("max_total_num_tokens", "max_total_tokens")
 
@@ -170,7 +173,8 @@ class EngineNeeds:
     """Holds the run's requirements for each engine.
 
     ``vocabulary`` is the size of the model's vocabulary. ``sample_tokens`` is the largest number of prompt and response
-    tokens of one sample, and ``slots`` the number of samples of a group, which an engine decodes together.
+    tokens of one sample. ``slots`` is the number of samples of a group; an engine decodes all samples of a group
+    together.
     """
 
     vocabulary: int
@@ -190,8 +194,8 @@ def engine_needs(context: RunContext) -> EngineNeeds:
 def fit_problem(info: Mapping[str, Any], needs: EngineNeeds) -> str | None:
     """Returns the reason why a server does not meet the run's requirements, or None.
 
-    ``info`` holds the server's start settings. Missing settings are not compared; the probe detects another vocabulary,
-    too.
+    ``info`` contains the server's start settings. Missing settings are not compared. A wrong vocabulary is also
+    detected later, by the probe.
     """
     vocabulary = _vocabulary(info)
     if vocabulary is not None and vocabulary != needs.vocabulary:
@@ -211,7 +215,7 @@ def fit_problem(info: Mapping[str, Any], needs: EngineNeeds) -> str | None:
 
 
 def _least(info: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Returns the smallest of these settings that is a number, or None."""
+    """Returns the smallest number among these settings, or None without a number."""
     return min((info[name] for name in names if isinstance(info.get(name), int)), default=None)
 
 

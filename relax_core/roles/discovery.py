@@ -1,4 +1,7 @@
-"""Finds the run's bus and workers, which may still be starting, because all processes start together."""
+"""Finds the run's bus and workers.
+
+Waits for processes that are still starting, because all processes start at the same time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ RETRY_S = 0.05
 
 
 def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
-    """Returns the run's bus; ``waiting`` records its waits.
+    """Returns the run's bus; ``waiting`` records waits for the bus.
 
     Raises TimeoutError if the bus is not found within ``run.start_timeout_s``.
     """
@@ -26,7 +29,10 @@ def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
 
 
 def discover_worker(context: RunContext, name: str) -> Any:
-    """Returns another worker's Ray handle; raises TimeoutError if it is not found within ``run.start_timeout_s``."""
+    """Returns another worker's Ray handle.
+
+    Raises TimeoutError if the worker is not found within ``run.start_timeout_s``.
+    """
     import ray
 
     return _connect(
@@ -41,7 +47,7 @@ def _connect(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
     while True:
         try:
             return connect()
-        except ValueError as error:  # no actor of that name yet
+        except ValueError as error:  # no actor with this name exists yet
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} was not found within {timeout_s:.0f} s: {error}") from error
             time.sleep(RETRY_S)

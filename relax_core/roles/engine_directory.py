@@ -1,4 +1,4 @@
-"""Finds the run's engines, makes clients for them, and brings images and videos to their nodes."""
+"""Finds the run's engines, makes clients for them, and copies images and videos to the engines' nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_client(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     control_timeout_s: float = SYNC_TIMEOUT_S,
 ) -> EngineClient:
-    """Returns a client with the run's token and deadlines; with ``attached`` it has the external servers' token.
+    """Returns a client with the run's deadlines and token; with ``attached``, with the external servers' token.
 
     ``model_folder`` is the folder of a teacher's model; the default is the run's model.
     """
@@ -55,17 +55,18 @@ def engine_client(
 
 
 def member_list(context: RunContext) -> MemberList:
-    """Returns the reader of the list of sampling engines."""
+    """Returns a reader of the list of sampling engines."""
     return MemberList(context.weights_folder, count=context.config.engine.count)
 
 
 class EngineDirectory:
     """Holds clients of the run's engines, by number.
 
-    Addresses come from the engines' owners, which may restart: request the address again if an engine stops answering.
-    `reachable` and `left` cover only engines that get the trainer's weight pushes; servers that joined a run with its
-    own engines get the weights from their owners. ``role`` is the role of the owners, by default that of the sampling
-    engines. ``model_folders`` are the folders of the models that the engines serve, by default the run's model.
+    Addresses come from the engine owners, which may restart. So request the address again if an engine stops answering.
+    `reachable` and `left` cover only engines that get the trainer's weight pushes. Servers that joined a run with
+    started engines get the weights from their owners and are not covered. ``role`` is the role of the owners, by
+    default the role of the sampling engines' owners. ``model_folders`` are the folders of the models that the engines
+    serve, by default the run's model.
     """
 
     def __init__(self, context: RunContext, *, role: str = ENGINE, model_folders: Sequence[Path] | None = None) -> None:
@@ -78,10 +79,10 @@ class EngineDirectory:
         self._left: list[str] = []  # addresses of engines that have left since the last `left`
         self._asked: dict[int, Any] = {}  # engine → the Ray reference of its owner's pending answer
         self._lock = threading.Lock()  # serialises `reachable`
-        self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so that an engine has one client
+        self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so an engine has one client
 
     def client(self, engine: int) -> EngineClient:
-        """Returns an engine's client; waits for its owner, and raises EngineUnreachable past the deadline."""
+        """Returns an engine's client. Waits for the engine's owner; raises EngineUnreachable after the deadline."""
         with self._connecting[engine]:
             if engine not in self._clients:
                 self._connect(engine, timeout_s=self._context.config.engine.start_timeout_s)
@@ -96,7 +97,10 @@ class EngineDirectory:
         self._clients[engine] = self._new_client(engine, url)
 
     def _ask(self, engine: int, *, timeout_s: float) -> Any:
-        """Requests the engine's address from its owner, as a Ray reference; raises ValueError without an owner."""
+        """Requests the engine's address from its owner.
+
+        Returns a Ray reference; raises ValueError if no owner exists.
+        """
         owner: Any = ray.get_actor(worker_name(self._role, engine), namespace=self._context.namespace)
         return owner.endpoint.remote(timeout_s)
 
@@ -107,7 +111,7 @@ class EngineDirectory:
         return engine_client(self._context, url, attached=attached, model_folder=folder)
 
     def _numbers(self) -> Collection[int]:
-        """Returns the engines that `reachable` looks for: those that serve or have served prompts."""
+        """Returns the numbers of the engines that `reachable` searches: engines that serve or have served prompts."""
         if self._members is not None:
             members = self._members.read()
             all_attached = bool(self._context.config.engine.urls)
@@ -117,8 +121,8 @@ class EngineDirectory:
     def reachable(self) -> list[EngineClient]:
         """Returns clients of the running engines that get the trainer's pushes, without engines that are still joining.
 
-        Missing addresses are requested from the engines' owners. The call that requests an address waits for it at most
-        `OWNER_S` seconds; a later call uses a late answer.
+        Missing addresses are requested from the engine owners. The call that requests an address waits for it at most
+        `OWNER_S` seconds; if the owner answers later, a later call uses the address.
         """
         with self._lock:
             asked: dict[int, Any] = {}
@@ -126,7 +130,7 @@ class EngineDirectory:
             for engine in (self._urls.keys() | self._asked.keys()) - set(numbers):
                 self._leave(engine)
             for engine in set(numbers) - self._clients.keys() - self._asked.keys():
-                with suppress(ValueError):  # the engine has no owner yet
+                with suppress(ValueError):  # the engine has no owner process yet
                     asked[engine] = self._ask(engine, timeout_s=0.0)
             if asked:
                 ray.wait(list(asked.values()), num_returns=len(asked), timeout=OWNER_S)
@@ -139,7 +143,7 @@ class EngineDirectory:
             return [self._clients[engine] for engine in sorted(self._clients)]
 
     def _leave(self, engine: int) -> None:
-        """Closes the client of an engine that has left, after the call in progress."""
+        """Closes the client of an engine that has left, after the client's current call."""
         client = self._clients.pop(engine, None)
         if (url := self._urls.pop(engine, None)) is not None:
             self._left.append(url)
@@ -148,7 +152,7 @@ class EngineDirectory:
             threading.Thread(target=client.close, name=f"close {client.url}", daemon=True).start()
 
     def left(self) -> list[str]:
-        """Returns the addresses of engines that left, as noticed by `reachable` since the last call of `left`."""
+        """Returns the addresses of engines that `reachable` found to have left since the last call of `left`."""
         with self._lock:
             left, self._left = self._left, []
             return left
@@ -161,7 +165,10 @@ class EngineDirectory:
         self._left.clear()
 
     async def client_async(self, engine: int, refresh: bool) -> EngineClient:
-        """Returns an engine's client without blocking the event loop; ``refresh`` requests the address again."""
+        """Returns an engine's client without blocking the event loop.
+
+        With ``refresh`` it requests the address again.
+        """
         if refresh:
             self._clients.pop(engine, None)
         if engine in self._clients:
@@ -169,7 +176,7 @@ class EngineDirectory:
         return await asyncio.to_thread(self.client, engine)
 
     async def report_malformed(self, engine: int, why: str) -> None:
-        """Requests a restart of the engine from its owner; ``why`` describes the reply that violates the protocol."""
+        """Requests a restart of the engine from its owner. ``why`` describes the reply that violated the protocol."""
 
         def report() -> None:
             with suppress(ValueError):  # the owner has ended
@@ -179,31 +186,31 @@ class EngineDirectory:
         await asyncio.to_thread(report)
 
     def forget(self, url: str) -> None:
-        """Forgets this engine's address, so that the next use requests it again."""
+        """Forgets this engine's address, so the next use requests it again."""
         self._clients = {engine: client for engine, client in self._clients.items() if client.url != url}
 
 
 class EngineMedia:
-    """Brings the media items of requests to the engine's node.
+    """Copies the media items of requests to the engine's node.
 
-    ``find_bus`` returns the run's bus, and ``role`` is the role of the engines' owners. An engine process has no Ray,
-    so its clients call the bus before they call the engine.
+    ``find_bus`` returns the run's bus, and ``role`` is the role of the engine owners. An engine process does not use
+    Ray and cannot call the bus. So its clients call the bus before they call the engine.
     """
 
     def __init__(self, context: RunContext, find_bus: Callable[[], RayBus], *, role: str) -> None:
         self._context, self._find_bus, self._role = context, find_bus, role
-        self._nodes: dict[str, str] = {}  # by the engine's address, which changes if it restarts on another node
+        self._nodes: dict[str, str] = {}  # by engine address, which changes when the engine restarts on another node
 
     async def fetch_requests(self, engine: int, client: EngineClient, requests: Sequence[PromptRequest]) -> None:
-        """Waits until the engine has the items of requests, without blocking the event loop."""
+        """Waits until the engine's node has the items of requests, without blocking the event loop."""
         media = [medium for request in requests for medium in request.media]
         if media:
             await asyncio.to_thread(self.fetch, engine, client.url, media)
 
     def fetch(self, engine: int, url: str, media: Sequence[Media]) -> None:
-        """Waits until the engine at ``url`` has these items.
+        """Waits until the node of the engine at ``url`` has these items.
 
-        Raises EngineUnreachable if its owner does not answer, and the errors of
+        Raises EngineUnreachable if the engine's owner does not answer, and the errors of
         `relax_core.contracts.bus.Bus.fetch_media`.
         """
         timeout_s = CALL_TIMEOUT_S
@@ -223,9 +230,10 @@ class EngineMedia:
 
 
 def engine_media(context: RunContext, *, role: str = "engine") -> EngineMedia | None:
-    """Returns the transfer of items to the engines, or None if every engine can read the folder of the items.
+    """Returns an `EngineMedia`, or None if every engine can read the run's folder of media items.
 
-    The transfer finds the bus when it transfers the first item, because the bus may start later.
+    The `EngineMedia` searches the bus when it transfers the first item, because the bus may start later than this
+    process.
     """
     if context.media_folder is None or context.config.launcher.ray_address is None:
         return None

@@ -1,7 +1,8 @@
-"""The owner of one engine process: starts it, monitors it and sends it the newest attested weights.
+"""Implements the owner of an engine process, which starts the engine, monitors it and sends it the newest weights.
 
-If the engine dies, its successor serves nothing until it has loaded the newest published weights and their digest
-matches. If the owner dies, the engine's stdin closes and the engine ends too.
+If the engine dies, the owner starts a new engine process. The new process serves prompts only after it has loaded the
+newest published weights and their digest matches (attested weights). If the owner dies, the engine's stdin closes and
+the engine ends, too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineHealth:
-    """Polls the health of one engine process every second in a thread, because the owner's calls may take long.
+    """Polls the health of one engine process every second. It uses a thread, because the owner's calls may take long.
 
-    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then holds the number of seconds.
+    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` is then the number of seconds
+    without an answer.
     """
 
     def __init__(self, client: EngineClient, *, timeout_s: float, kill: Callable[[], None]) -> None:
@@ -52,7 +54,7 @@ class EngineHealth:
         self._monitor = Monitor([check]).start()
 
     def end(self) -> None:
-        """Ends the check; call it when the process has exited or is about to."""
+        """Ends the check; call this method when the process has exited or will exit now."""
         self._monitor.end()
 
     def _look(self) -> Finding | None:
@@ -75,32 +77,33 @@ class EngineHealth:
 
 
 def how_it_ended(code: int, *, frozen_s: float | None) -> str:
-    """Returns a predicate for the end of a process with this exit code; negative exit codes are signals."""
+    """Describes the end of a process with this exit code, as a sentence's predicate; negative codes are signals."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return how if frozen_s is None else f"froze (no answer for {frozen_s:.0f} s) and {how}"
 
 
-WATCH_S = 0.25  # interval of the owner's checks, and the longest delay until a new engine gets weights
-LOAD_S = 1.0  # interval of load requests
+WATCH_S = 0.25  # interval of the owner's checks in seconds; also the longest delay until a new engine gets weights
+LOAD_S = 1.0  # interval of load requests in seconds
 
 
 class WeightReconciler:
-    """Decides when the owner itself sends weights to its engine.
+    """Decides when the owner, and not the trainer, sends weights to the engine.
 
-    It sends them at once if the engine has none, or only weights from the owner, because the trainer may not know the
-    engine's address yet. An engine that the trainer's pushes reach is behind during each push, so the owner sends
-    weights only if the push has ended and the engine is still behind. If the engine rejects weights, or a push does not
-    end, the owner sends them again when the engine has been behind at one version for ``retry_after_s`` seconds.
+    If the engine has no weights, or only weights from the owner, the owner sends weights at once, because the trainer
+    may not know the engine's address yet. An engine that gets the trainer's pushes has an old version during each push,
+    so the owner sends weights only if the push has ended and the engine still has an old version. If the engine rejects
+    weights, or a push does not end, the owner sends weights again after the engine has kept one old version for
+    ``retry_after_s`` seconds.
     """
 
     def __init__(self, retry_after_s: float) -> None:
         self._retry_after_s = retry_after_s
         self._brought = -1
         self._offered = -1
-        self._behind: tuple[int, float] | None = None  # the version that the engine serves, and since when it is behind
+        self._behind: tuple[int, float] | None = None  # the served version, and since when it is too old
 
     def brought(self, version: int) -> None:
-        """Records that the engine serves ``version`` because the owner sent it."""
+        """Records that the engine serves ``version``, which the owner sent."""
         self._brought = version
 
     def offered(self, serving: int, version: int, *, now: float) -> None:
@@ -109,10 +112,10 @@ class WeightReconciler:
         self._behind = serving, now
 
     def due(self, serving: int, wanted: int, *, pushed: int, now: float) -> bool:
-        """Returns True if the owner must send ``wanted`` now.
+        """Returns True if the owner must send the version ``wanted`` now.
 
-        ``serving`` is the engine's version, -1 for none. ``pushed`` is the newest version whose push has ended,
-        successful or not. ``now`` is a monotonic time in seconds.
+        ``serving`` is the engine's version, -1 without weights. ``pushed`` is the newest version with a push that has
+        ended, successfully or not. ``now`` is a monotonic time in seconds.
         """
         if serving >= wanted:
             self._behind = None
@@ -127,20 +130,20 @@ class WeightReconciler:
 
 
 class LoadMeter:
-    """Requests an engine's load every `LOAD_S` seconds; ``newest`` holds fields of an `EngineReport`.
+    """Requests an engine's load every `LOAD_S` seconds; ``newest`` has the fields of an `EngineReport`.
 
-    Without ``always``, an engine that does not count its decode steps is polled only once, because only the gateway
-    reads its load.
+    If ``always`` is False, an engine that does not count its decode steps is polled only once, because only the gateway
+    reads the load of such an engine.
     """
 
     def __init__(self, *, always: bool) -> None:
         self.newest: dict[str, Any] = {}
         self._always, self._is_read = always, True
         self._asked = -LOAD_S
-        self._tokens: tuple[float, int] | None = None  # time of the last request, and the tokens sampled until then
+        self._tokens: tuple[float, int] | None = None  # time of the last request, and number of tokens until then
 
     def measure(self, client: EngineClient, *, now: float) -> None:
-        """Requests the load if the interval has passed; an engine that does not answer has no load."""
+        """Requests the load if the interval has passed. If the engine does not answer, the load is unknown."""
         if now - self._asked < LOAD_S or not self._is_read:
             return
         self._asked = now
@@ -151,10 +154,10 @@ class LoadMeter:
             return
         found: dict[str, Any] = {"running": int(load["running"]), "waiting": int(load["queued"])}
         if (count := load.get("generated_tokens")) is not None:
-            if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
+            if self._tokens is not None and count >= self._tokens[1]:  # a lower count means a restarted engine
                 found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
             self._tokens = now, int(count)
-        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's, which it does not reset when it is idle
+        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's value, which stays after the last request
             found["tokens_per_s"] = float(rate) if found["running"] else 0.0
         if (share := load.get("token_usage")) is not None:
             found["cache_share"] = float(share)
@@ -168,7 +171,7 @@ class LoadMeter:
 
 
 class EngineOwner(Worker):
-    """Owns engine ``rank``; the address does not change when the engine process restarts."""
+    """Owns the engine process ``rank``. The engine's address does not change when the process restarts."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         self._rank = rank
@@ -181,15 +184,15 @@ class EngineOwner(Worker):
         super().__init__(name, context)
 
     def endpoint(self, timeout_s: float) -> str:
-        """Returns the engine's URL once the first process is up; raises EngineError after ``timeout_s``."""
+        """Returns the engine's URL when the first process is up. Raises EngineError after ``timeout_s`` seconds."""
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
 
     def replace_engine(self, why: str) -> None:
-        """Restarts the engine, because a client cannot read its replies; ``why`` is the client's error.
+        """Restarts the engine after a client could not read its replies; ``why`` is the client's error.
 
-        An engine that the run does not own stays as it is.
+        An external server is not restarted.
         """
         self._malformed = why
 
@@ -201,7 +204,7 @@ class EngineOwner(Worker):
         return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
-        """Returns Ray's id of the node with the media folder that the engine reads, "" if it reads none."""
+        """Returns Ray's id of the node with the engine's media folder, "" if the engine reads no media folder."""
         return node_id() if self.context.media_folder is not None else ""
 
     @property
@@ -275,8 +278,8 @@ class EngineOwner(Worker):
         )
 
     def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
-        """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
-        process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended; this call removes its files
+        """Restarts the engine process. Raises EngineUnreachable if the process has ended too often."""
+        process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended already; this call removes its files
         self._count_restart(how)
         with self._gpu_turn():
             return self._launch_up(process.port, process.held_port)
@@ -290,10 +293,12 @@ class EngineOwner(Worker):
         return turn.held(alone=False, what="the end of the trainer's turn on the GPUs", on=worker_name("actor", 0))
 
     def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
-        """Starts the engine process, again if it is lost before it answers, which counts as a restart.
+        """Starts the engine process.
 
-        Raises `EngineStartLost` if the first start of the run exits with an error or is late, because another start
-        would not fix that.
+        If the process is lost before its first answer, starts it again and counts a restart.
+
+        If the first start of the run exits with an error or is late, raises `EngineStartLost`, because another start
+        would fail in the same way.
         """
         while True:
             try:
@@ -321,11 +326,14 @@ class EngineOwner(Worker):
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
 
     def _reading_newest(self) -> AbstractContextManager[WeightManifest]:
-        """Yields the newest published version and keeps its file; raises EngineError if this engine cannot get it."""
+        """Yields the newest published version and keeps its file.
+
+        Raises EngineError if this engine cannot get the version.
+        """
         return reading(self.context.weights_folder, reader=self.name)
 
     def _reconcile(self, client: EngineClient) -> None:
-        """Sends the newest published weights to the engine if the trainer's own push does not reach it."""
+        """Sends the newest published weights to the engine if the engine does not get them from the trainer's push."""
         try:
             latest = read_latest(self.context.weights_folder)
             if latest is None:
@@ -334,12 +342,12 @@ class EngineOwner(Worker):
             serving = self._serving = int(client.model_info()["weight_version"])
             pushed = read_pushed(self.context.weights_folder)
             if self._reconciler.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
-                time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
+                time.sleep(WATCH_S / 5)  # the trainer's push may be in progress
                 serving = int(client.model_info()["weight_version"])
                 if serving < latest.version:
                     self._reconciler.offered(serving, latest.version, now=time.monotonic())
                     with self._reading_newest() as latest:
-                        if client.update_weights(latest)["stall_ms"] > 0.0:  # 0 means that the trainer was faster
+                        if client.update_weights(latest)["stall_ms"] > 0.0:  # 0: the trainer sent the weights first
                             self._reconciler.brought(latest.version)
                         serving = latest.version
         except (EngineError, PublishedUnreadable) as error:

@@ -1,4 +1,4 @@
-"""Classifies a worker's failure: its first cause in one line, and whether another process caused it."""
+"""Classifies a worker's failure: finds its first cause, and whether another process caused it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease", "machine"]
 
-# Gloo raises bare RuntimeErrors. The first of these texts is the path of its source files.
+# Texts in errors of Gloo, which are plain RuntimeErrors. The first text is the path of Gloo's source files.
 GLOO_ERROR_PARTS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
 
 
 class RankLost(RuntimeError):
-    """Reports that a rank of a model, or the critic, died, restarted or was late with an answer; the text names it."""
+    """A rank of a model, or the critic, died, restarted or answered too late. The text names the rank."""
 
 
 def what_was_lost(error: BaseException) -> Lost | None:
     """Returns the kind of loss if another process or the machine caused the failure, else None.
 
-    A loss means that another process has died or did not do its part in time, or that this process had no free file
-    descriptor or memory; restarting the services repairs that. An error in a role's own code would occur again.
+    A loss means that another process has died or was too late, or that this process had no free file descriptor or
+    memory. A restart of the services repairs a loss. A restart does not repair an error in a role's code, because the
+    error would occur again.
     """
     from ray.exceptions import RayActorError
 
@@ -40,9 +41,9 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "process"
         case PublishedUnreadable():
             return "weights"
-        case TimeoutError():  # also a BusTimeout, which names the worker that it waited for
+        case TimeoutError():  # also a BusTimeout, with a text that names the awaited worker
             return "time"
-        case LeaseLost() | MediaGone():  # the lease expired before its work was done, and its groups were returned
+        case LeaseLost() | MediaGone():  # the lease expired before its work was done, and the bus has its groups
             return "lease"
         case OSError() as short if is_exhausted(short):
             return "machine"
@@ -50,12 +51,12 @@ def what_was_lost(error: BaseException) -> Lost | None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Returns the error that came first.
+    """Returns the error that occurred first.
 
-    In a task group that is the first leaf, because the other tasks were cancelled after it. For an error that came
-    through Ray it is the error of the other process.
+    In the error of a task group, this is the first leaf, because the group cancelled all further tasks after it. If Ray
+    passed the error on, the result is the error of the other process.
     """
-    from ray.exceptions import RayTaskError  # imported late, because Ray reads its token's path when it is imported
+    from ray.exceptions import RayTaskError  # imported late, because Ray reads the path of its token during the import
 
     while True:
         if isinstance(error, BaseExceptionGroup):
@@ -67,9 +68,9 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Returns True if a collective broke, which means that another rank has died or is late.
+    """Returns True if the error is a broken collective, which means that another rank has died or is late.
 
-    An error of a rank's own code causes broken collectives on other ranks but is not a broken collective itself.
+    An error in a rank's code is no broken collective, but causes broken collectives on all other ranks.
     """
     from torch.distributed import DistError
 
@@ -84,5 +85,5 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 def failure_line(error: BaseException) -> str:
-    """Returns the first cause in one line for the user; the traceback belongs in the logs."""
+    """Returns the first cause in one line for the user, without the traceback, which is in the logs."""
     return plugin_error_text(first_cause(error))

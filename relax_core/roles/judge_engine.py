@@ -1,4 +1,4 @@
-"""Workers that run judge engines, and the client pool with which the rollout queries the judges."""
+"""Implements the workers that run judge engines, and the client pool that sends the rollout's requests to judges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from relax_core.rollout.judges.judge_servers import JudgeEngines, JudgeServer, J
 
 
 def _judge_context(context: RunContext, judge: str) -> RunContext:
-    """Returns a context for a judge's engines and their clients, with the judge's engines as the run's engines."""
+    """Returns a context for a judge's engines and their clients.
+
+    Its configuration describes the judge's engines where the run's context describes the run's engines.
+    """
     config, folder = context.config, context.judge_folders[judge]
     engine = judge_engine(config.engine, _setups(config)[judge].settings, positions=judge_positions(folder))
     return replace(context, config=replace(config, engine=engine), model_folder=folder, media_folder=None)
@@ -29,15 +32,15 @@ def _judge_context(context: RunContext, judge: str) -> RunContext:
 
 def _setups(config: RelaxConfig) -> dict[str, JudgeSetup]:
     plan = judge_plan(config)
-    assert plan is not None, "this run's reward asks judges"
+    assert plan is not None, "this run's reward calls judges"
     return dict(plan.judges)
 
 
 class JudgeEngineOwner(EngineOwner):
     """Owns judge engine ``rank``, in the order of `relax_core.rollout.judges.judge_choice.judge_engines`.
 
-    The engine serves the judge's own weights from its start, and no other weights are ever sent to it. With
-    mode=colocate an idle engine releases its KV cache, so that it holds only its weights while the policy trains.
+    The engine serves the judge's weights from its start and never gets different weights. With mode=colocate an idle
+    engine releases its KV cache, so only its weights are in memory while the policy trains.
     """
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
@@ -69,7 +72,7 @@ class JudgeEngineOwner(EngineOwner):
 
 
 def _free_if_idle(client: EngineClient) -> None:
-    """Frees the KV cache of an engine without prompts; it grows again with the next prompt."""
+    """Frees the KV cache of an engine without prompts. The engine allocates it again for the next prompt."""
     load = client.loads()
     if load.get("kv_cache_bytes") and not any(load[key] for key in ("running", "queued", "held")):
         client.release_memory()
@@ -77,7 +80,7 @@ def _free_if_idle(client: EngineClient) -> None:
 
 
 def run_judges(context: RunContext) -> JudgePool:
-    """Returns the client pool of a run's judges. It belongs to the event loop that uses it first."""
+    """Returns the client pool of a run's judges. The pool belongs to the event loop that uses it first."""
     config = context.config
     ranks = judge_engines(config)
     judges = {}

@@ -1,4 +1,4 @@
-"""The roles of a run, the number of workers of each role, and the placement of their processes."""
+"""Determines the roles of a run, the number of workers of each role, and the placement of the processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LOOPBACK = "127.0.0.1"
-A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that requests no resources
+A_LITTLE = 0.01  # not 0, because Ray ignores the scheduling strategy of an actor that requests no resources
 ENGINE_ROLES = ("engine", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"
 MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles with workers that run torch
 
 
 def node_address(launcher: LauncherConfig) -> str:
-    """Returns the IP address to listen on: loopback if the run has its own Ray, else this node's cluster address."""
+    """Returns the IP address to listen on: loopback if the run started Ray, else this node's address in the cluster."""
     if launcher.ray_address is None:
         return LOOPBACK
     import ray
@@ -36,7 +36,10 @@ def node_address(launcher: LauncherConfig) -> str:
 
 
 def on_this_node(context: RunContext) -> RunContext:
-    """Returns the context of a process on this node: in a joined Ray each node has a media folder of its own."""
+    """Returns the context of a process on this node.
+
+    In an external Ray cluster each node has a separate media folder.
+    """
     if context.config.launcher.ray_address is None or context.media_folder is None:
         return context
     return replace(context, media_folder=node_folder(context.media_folder, node_id()))
@@ -50,9 +53,9 @@ def node_id() -> str:
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:
-    """Returns whether the run's own engines use GPUs.
+    """Returns whether the engines that the run starts use GPUs.
 
-    The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
+    The embedded engine runs on CPU cores. The run reserves no devices for engines that are attached by URL.
     """
     return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
 
@@ -63,7 +66,10 @@ def shares_gpus(config: RelaxConfig) -> bool:
 
 
 def judges_take_gpus(config: RelaxConfig) -> bool:
-    """Returns whether each judge's engine uses a GPU; the check of the judges allows only one kind of engine."""
+    """Returns whether each judge engine uses a GPU.
+
+    All judges have the same kind of engine, as their check requires.
+    """
     plan = judge_plan(config)
     kinds = (
         set()
@@ -88,9 +94,9 @@ def worker_gpus(config: RelaxConfig, role: str) -> int:
 def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
     """Returns Ray's options for a role's actor.
 
-    Engines are spread over the nodes, the controller's node last. Rollout workers, which encode media on their node,
-    are spread with the controller's node first. All other processes run on the controller's node. A process whose node
-    is lost restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
+    Engines are spread over the nodes, with the controller's node last. Rollout workers encode media on their node; they
+    are spread with the controller's node first. All further processes run on the controller's node. After the loss of
+    its node a process restarts on any node. Ray chooses the node of an actor that uses ``gpus``.
     """
     if gpus:
         return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
@@ -113,14 +119,14 @@ def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 
 def rank_bundles(placement: PlacementConfig, ranks: int) -> list[dict[str, float]]:
     """Returns the resources that a role's ranks reserve together: one GPU per rank.
 
-    Without GPUs a rank reserves almost nothing, so that all ranks start on a laptop with fewer cores.
+    Without GPUs a rank reserves almost nothing, so all ranks can start on a laptop with fewer cores than ranks.
     """
     of_rank = {"CPU": A_LITTLE} | ({"GPU": 1.0} if placement.gpus_per_node else {})
     return [dict(of_rank) for _ in range(ranks)]
 
 
 def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: int) -> PlacementGroup:
-    """Returns the placement group of a role's ranks: packed, and without GPUs only on this node."""
+    """Returns the placement group of a role's ranks. The group is packed; without GPUs it is on this node only."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -141,7 +147,10 @@ def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -
 
 
 def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the reason why a joined Ray cannot hold the placement, or None; ``nodes`` comes from ``ray.nodes()``."""
+    """Returns why an external Ray cluster is too small for the placement, or None.
+
+    ``nodes`` comes from ``ray.nodes()``.
+    """
     counts = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
     enough = sum(gpus >= placement.gpus_per_node for gpus in counts)
     if not placement.gpus_per_node or enough >= placement.nodes:
@@ -157,7 +166,7 @@ def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
-    """Returns role → number of workers, in the order in which they start. The role with the slowest start is first."""
+    """Maps each role to its number of workers, in start order. The role with the slowest start is first."""
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts = worker_group_layouts(config)
     roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
@@ -176,12 +185,12 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
 
 
 def equal_trainers(config: RelaxConfig) -> list[list[str]]:
-    """Returns groups of the trainer's ranks, by name, that do the same work."""
+    """Returns named groups of trainer ranks; the ranks of a group do the same work."""
     return [[worker_name("actor", rank) for rank in ranks] for ranks in equal_ranks(config.parallel)]
 
 
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
-    """Returns role → layout for the roles with workers that are the ranks of one model."""
+    """Maps each role that runs the ranks of one model to its parallel layout."""
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
     if requirements.old_logprobs == "actor_fwd":
@@ -192,5 +201,5 @@ def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
 
 
 def layout_key(role: str) -> str:
-    """Returns the configuration key of the layout of a role of `worker_group_layouts`."""
+    """Returns the configuration key of a role's layout in `worker_group_layouts`."""
     return "parallel" if role == "actor" else "parallel.forward"

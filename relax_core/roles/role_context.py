@@ -1,4 +1,4 @@
-"""The settings and paths that every role's process gets when it starts."""
+"""Defines the settings and paths that every role's process gets at its start."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from relax_core.observe.event_log import EventWriter
 class RunContext:
     """Holds a run's settings and paths for its roles. Paths are absolute.
 
-    ``run_namespace`` is the run's Ray namespace. ``namespace`` is this attempt's Ray namespace and holds its services.
-    Restarted services get a new namespace, so that processes of an earlier attempt cannot find them.
+    ``run_namespace`` is the run's Ray namespace. ``namespace`` is this attempt's Ray namespace, which contains the
+    attempt's services. Restarted services get a new namespace, so processes of an earlier attempt cannot find them.
 
     ``attempt`` is the number of the attempt in the event log. ``restarted`` is True if the services of this run were
-    started before; a failed start is then no fault of the configuration. ``start_step`` is the number of train steps in
-    the checkpoint ``resume_from``, or 0. ``data_digest`` is the digest of the training data if the data is in files
-    (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions (shared memory).
-    ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
-    by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
-    the media items (shared memory), None in a run on text. In a joined Ray each node has its own folder next to it,
-    which `relax_core.roles.process_placement.on_this_node` returns. ``gpus`` are the ids of the run's GPUs on the
-    controller's machine.
+    started before; a failed start is then not caused by the configuration. ``start_step`` is the number of train steps
+    in the checkpoint ``resume_from``, or 0. ``data_digest`` is the digest of the training data if the data is in files
+    (`relax_core.data.data_identity`). ``weights_folder`` contains this attempt's weight versions (shared memory).
+    ``token_file`` contains the run's bearer token. ``teacher_folders`` maps the teachers of a distillation to their
+    model folders. ``judge_folders`` maps the judges with engines of the run to their model folders. ``media_folder``
+    contains the files of the media items (shared memory); it is None in a text-only run. In an external Ray cluster
+    each node has a separate folder next to ``media_folder``, which `relax_core.roles.process_placement.on_this_node`
+    returns. ``gpus`` are the ids of the run's GPUs on the controller's machine.
     """
 
     config: RelaxConfig
@@ -56,7 +56,7 @@ class RunContext:
 
     @property
     def shared_weights(self) -> Path:
-        """Returns the folder of the weights for external servers, inside the run's folder."""
+        """Returns the folder of the weights for external servers, which is in the run's folder."""
         if self.weights_folder.is_relative_to(self.run_dir):
             return self.weights_folder
         return self.run_dir / self.weights_folder.parent.name / self.weights_folder.name

@@ -1,10 +1,11 @@
-"""The worker of the rollout role, which builds the rollout loop and the evaluator and runs them.
+"""Implements the worker of the rollout role, which builds and runs the rollout loop and the evaluator.
 
-The start connects, in this order: the bus and the engines; the env; the groups of this worker's earlier process; the
-processes that encode media and compute rewards; the evaluator (first worker only); the endpoint of agents. Then three
-loops run concurrently: `EngineFollower.follow` follows the list of engines, `_sample` runs the rollout loop, and
-`_evaluate` the evaluations. They end when the bus closes or at the first failure. Then the endpoint, rewards, judges,
-env workers, encoders and the log of samples are closed, in this order.
+At its start the worker connects to the bus and the engines and opens the env. Then the worker reclaims the groups of
+its earlier process, and starts the processes that encode media and compute rewards. Last, the worker opens the
+evaluator (first worker only) and the endpoint of agents. Then three loops run concurrently: `EngineFollower.follow`
+follows the list of engines, `_sample` runs the rollout loop, and `_evaluate` runs the evaluations. The loops end when
+the bus closes or at the first failure. Then the worker closes the endpoint, rewards, judges, env workers, encoders and
+the log of samples, in this order.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ from relax_core.weights.engine_members import MemberList
 if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
 
-FOLLOW_S = 0.25  # interval between reads of the list of engines
+FOLLOW_S = 0.25  # interval in seconds between reads of the list of engines
 
 
 async def engine_follower(context: RunContext, pool: EnginePool, directory: EngineDirectory) -> EngineFollower:
-    """Returns the follower that updates ``pool``; the pool's clients come from ``directory``.
+    """Returns the follower that updates ``pool``; ``directory`` makes the pool's clients.
 
-    The list has been read once, so prompts can be sent to the pool.
+    The follower has already read the list of engines once, so prompts can be sent to the pool.
     """
     follower = EngineFollower(pool, member_list(context), close_client=directory.close_client)
     await follower.read()
@@ -92,19 +93,19 @@ class EngineFollower:
         self._members = members
         self._told = members.at_start
         self._loop = asyncio.get_running_loop()
-        self._reading = asyncio.Lock()  # so that no older list is applied after a newer list
+        self._reading = asyncio.Lock()  # so an older list is never applied after a newer list
 
     async def follow(self) -> None:
-        """Reads the list until it is cancelled."""
+        """Repeatedly reads the list of engines, until this task is cancelled."""
         while True:
             await self.read()
             await asyncio.sleep(FOLLOW_S)
 
     async def read(self) -> None:
-        """Reads the list and applies its changes to the pool.
+        """Reads the list of engines and applies the changes to the pool.
 
-        Each call moves the prompts of engines in the state "moving", because a request that was in flight at the change
-        of state may arrive after the first abort.
+        Each call moves the prompts of engines in the state "moving" to different engines. One call is not enough,
+        because a request that was in flight at the change of state may arrive after the first abort.
         """
         async with self._reading:
             members = await asyncio.to_thread(self._members.read)
@@ -122,9 +123,10 @@ class EngineFollower:
         return self._pool.open_samples(engine)
 
     def open_samples(self, engine: int, *, timeout_s: float) -> int:
-        """Returns the number of an engine's open samples under the newest list; callable from any other thread.
+        """Returns the number of an engine's open samples after the newest list is applied.
 
-        Raises TimeoutError if the event loop is not free in time.
+        Call this method from any thread except the event loop's thread. Raises TimeoutError if the event loop is not
+        free in time.
         """
         return asyncio.run_coroutine_threadsafe(self._open_samples(engine), self._loop).result(timeout_s)
 
@@ -133,9 +135,9 @@ CLOSED_S = 0.2
 
 
 class VersionsReached:
-    """Holds the newest version that the bus has reported; one bus call at a time waits for a newer version.
+    """Holds the newest version that the bus has reported. One bus call at a time waits for a newer version.
 
-    Must be used by one event loop. ``stopping`` returns whether the worker is stopping.
+    Only one event loop may use this object. ``stopping`` returns whether the worker is stopping.
     """
 
     def __init__(self, bus: RayBus, *, version: int, call_timeout_s: float, stopping: Callable[[], bool]) -> None:
@@ -157,7 +159,7 @@ class VersionsReached:
         if progress.version == self.version and self._stopping():
             raise BusClosed("the run ended before this version")
         if progress.version == self.version:
-            await asyncio.sleep(CLOSED_S)  # a closed bus answers at once, so this limits the rate
+            await asyncio.sleep(CLOSED_S)  # limits the rate of calls, because a closed bus answers at once
         self.version = progress.version
 
 
@@ -168,10 +170,10 @@ CLOSE_SAMPLES_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutParts:
-    """Holds the parts with which one rollout worker samples and evaluates.
+    """Holds the parts that one rollout worker uses to sample and evaluate.
 
-    ``reclaimed`` holds the admissions of the worker's earlier process, or `BusClosed` if the bus is closed.
-    ``encoders`` is None in a run on text, and ``advantages`` is None if another role computes them.
+    ``reclaimed`` has the admissions of the worker's earlier process, or `BusClosed` if the bus is closed. ``encoders``
+    is None in a text-only run. ``advantages`` is None if another role computes the advantages.
     """
 
     bus: RayBus
@@ -189,16 +191,18 @@ class RolloutParts:
 
 
 class RolloutWorker(Worker):
-    """Runs rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
+    """Runs rollout worker ``rank``.
+
+    Its state is in the bus, so a restarted worker reclaims the groups of its earlier process.
 
     Several workers share the prompts of a step; only the first worker evaluates.
     """
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        self._rank = rank  # set before the loop starts, because the loop reads it
+        self._rank = rank  # set before the loop starts, because the loop reads this attribute
         self._evaluated = threading.Event()
         self._follower: EngineFollower | None = None
-        ignore_stop_signals()  # otherwise these signals could end users' envs and rewards
+        ignore_stop_signals()  # without this, the stop signals could end users' envs and rewards
         super().__init__(name, context)
 
     def work(self) -> None:
@@ -235,7 +239,7 @@ class RolloutWorker(Worker):
         configured_env = ConfiguredEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
-        rewards = self._rewards()  # its workers can read the media folder, which exists now
+        rewards = self._rewards()  # env workers can read the media folder, which exists now
         prompts = self._prompts(configured_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         return RolloutParts(
@@ -254,7 +258,7 @@ class RolloutWorker(Worker):
         )
 
     async def _evaluator(self, parts: RolloutParts) -> Evaluator | None:
-        """Returns the evaluator after a check of the judges, or None for all workers but the first."""
+        """Checks the judges and returns the evaluator; None except in the first worker."""
         if self._rank != 0:
             return None
         context = self.context
@@ -266,7 +270,7 @@ class RolloutWorker(Worker):
     async def _rollout_loop(
         self, parts: RolloutParts, evaluator: Evaluator | None, closing: AsyncExitStack
     ) -> RolloutLoop:
-        """Returns the loop, and opens the log of samples and the endpoint of agents for it.
+        """Returns the rollout loop. Opens the log of samples and the endpoint of agents for the loop.
 
         ``closing`` closes the endpoint first and the log last.
         """
@@ -305,11 +309,11 @@ class RolloutWorker(Worker):
         )
 
     async def _run_loops(self, parts: RolloutParts, loop: RolloutLoop, evaluator: Evaluator | None) -> None:
-        """Samples and evaluates, and follows the list of the engines until both have ended."""
+        """Samples and evaluates; follows the list of engines until sampling and evaluation have ended."""
         assert self._follower is not None
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._follower.follow())
-            if parts.advantages is not None:  # imports torch while the engines wait for their first weights
+            if parts.advantages is not None:  # imports torch early, while the engines wait for their first weights
                 group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
             work = [] if evaluator is None else [group.create_task(self._evaluate(evaluator, parts.metrics))]
             work.append(group.create_task(self._sample(loop, parts.reclaimed)))
@@ -317,7 +321,7 @@ class RolloutWorker(Worker):
             following.cancel()
 
     def open_samples(self, engine: int) -> int:
-        """Returns the number of this worker's open samples on an engine; a leaving engine gets no further samples."""
+        """Returns the number of this worker's open samples on an engine. A leaving engine gets no further samples."""
         timeout_s = CALL_TIMEOUT_S
         return 0 if self._follower is None else self._follower.open_samples(engine, timeout_s=timeout_s)
 
@@ -337,7 +341,7 @@ class RolloutWorker(Worker):
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
-        """Returns the processes that encode images and videos, or None for a run on text."""
+        """Returns the processes that encode images and videos, or None in a text-only run."""
         context = self.context
         if context.media_folder is None:
             return None
@@ -389,7 +393,7 @@ class RolloutWorker(Worker):
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
-        """Returns the handler, or None if a new weight version neither ends nor aborts groups."""
+        """Returns the weight-update handler, or None if new weight versions never end or abort groups."""
         rollout = self.context.config.rollout
         aborts = rollout.partial is Partial.abort
         if not (aborts or rollout.spare_prompts):
@@ -404,14 +408,15 @@ class RolloutWorker(Worker):
         )
 
     def _record(self, metrics: EventWriter, rewards: TracedRewardPool, pool: EnginePool) -> Record:
-        """Returns the function that records metrics; with several workers a record names its worker."""
+        """Returns the function that records metrics. If there are several workers, a record has the worker's name."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return record_with_rewards(metrics, rewards, pool.request_times, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or `BusClosed` if the bus is closed.
 
-        The bus also releases the media items that the earlier process held, so this call precedes any encoding.
+        The bus also removes the earlier process's references to media items. So this call must come before any
+        encoding.
         """
         try:
             timeout_s = CALL_TIMEOUT_S
@@ -424,14 +429,14 @@ class RolloutWorker(Worker):
             if isinstance(reclaimed, BusClosed):
                 raise reclaimed
             await loop.run(reclaimed)
-        except BusClosed as closed:  # sampling has ended; the last evaluation may be pending
+        except BusClosed as closed:  # sampling has ended, but the last evaluation may be pending
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator, metrics: EventWriter) -> None:
-        """Runs the evaluations; they are complete once the record of the last evaluation is in the run's files.
+        """Runs the evaluations, and returns when the record of the last evaluation is in the run's files.
 
-        A stop cancels pending evaluations and the sampling that waits for them, because their weight versions may never
-        be published.
+        A stop cancels pending evaluations, and the sampling that waits for them, because the weight versions of these
+        evaluations may never be published.
         """
         running = asyncio.create_task(evaluator.run())
         try:
@@ -452,7 +457,7 @@ class RolloutWorker(Worker):
             log.warning("the last evaluation may be missing in the metrics: %s", error)
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Waits for the end of the last evaluation; returns False if the deadline passes or the loop ends first."""
+        """Waits for the end of the last evaluation. Returns False if the deadline passes or the loop ends before."""
         deadline = time.monotonic() + timeout_s
         while not self._evaluated.wait(0.2):
             if time.monotonic() > deadline or not self._thread.is_alive():
@@ -487,7 +492,7 @@ async def _no_gate(version: int) -> None: ...
 
 
 def _close_at_end(parts: RolloutParts, closing: AsyncExitStack) -> None:
-    """Makes ``closing`` close the rewards, then the judges, the env workers and the encoders."""
+    """Makes ``closing`` close the rewards, then the judges, then the env workers, then the encoders."""
     if parts.encoders is not None:
         closing.callback(parts.encoders.close)
     closing.callback(parts.configured_env.close)
@@ -496,7 +501,7 @@ def _close_at_end(parts: RolloutParts, closing: AsyncExitStack) -> None:
 
 
 def group_filter(spec: AlgorithmSpec, config: object, reward: RewardConfig) -> GroupFilter | None:
-    """Returns the algorithm's filter of complete groups, or None if it trains on all groups."""
+    """Returns the algorithm's filter of complete groups, or None if the algorithm trains on all groups."""
     drop_group = spec.drop_group
     if drop_group is None:
         return None
@@ -510,13 +515,13 @@ log = logging.getLogger(__name__)
 async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
     """Returns the evaluator of the remaining versions.
 
-    If an earlier process of this worker ended before it recorded an evaluation, the current version is evaluated, too.
+    If an earlier process of this worker ended before it recorded an evaluation, the current version is also evaluated.
     """
     config = context.config
     planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
     recorded = parts.reached.version
-    # An evaluation cannot be missing with in_order, because its version waits for it. With run.keep_best, a later
-    # version cannot replace the missing one, because the metric belongs to the checkpoint of its own version.
+    # With in_order no evaluation is missing, because a version waits for its evaluation. With run.keep_best the current
+    # version cannot replace a missing version, because a metric belongs to the checkpoint of one version.
     if planned and not config.in_order and config.run.keep_best is None:
         recorded = await asyncio.to_thread(_newest_recorded, context)
     versions = versions_left(planned, reached=parts.reached.version, recorded=recorded)
@@ -535,8 +540,8 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
             media_folder=str(context.media_folder or ""),
         ),
         wait_version=parts.reached.wait,
-        # An evaluation episode that waits for weights occupies an env worker that training may need, and its agent
-        # would idle.
+        # An evaluation episode that waits for weights occupies an env worker or an agent. Training may need the env
+        # worker, and the agent would idle.
         steps_ahead=0 if parts.configured_env.env.isolated or parts.configured_env.env.agent is not None else 1,
         in_order=config.in_order,
         record=parts.metrics.record,
@@ -547,7 +552,7 @@ async def open_evaluator(context: RunContext, parts: RolloutParts) -> Evaluator:
 
 
 def _first_look(context: RunContext) -> AnswerStats | None:
-    """Returns the `AnswerStats` of the first evaluation with enough right answers, or None."""
+    """Returns the `AnswerStats` of the first evaluation with enough correct answers, or None."""
     looks = (stats_of_rows(text.rows) for text in read_texts(context.run_dir, SKELETONS))
     return next((look for look in looks if look.right >= FEWEST_FIRST), None)
 
@@ -558,9 +563,9 @@ def _newest_recorded(context: RunContext) -> int:
 
 
 async def _report(context: RunContext, version: int, values: Mapping[str, float]) -> bool:
-    """Reports an evaluation to the trainer, which keeps the best checkpoint; returns whether the run ends with it.
+    """Reports an evaluation to the trainer, which keeps the best checkpoint. Returns whether the run ends now.
 
-    If the trainer has exited, this only logs a warning; the controller handles the exit.
+    If the trainer has exited, this function only logs a warning; the controller handles the exit.
     """
     trainer = await asyncio.to_thread(discover_worker, context, worker_name("actor", 0))
     try:

@@ -26,8 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) -> SampleLog | None:
     """Returns the log of the worker ``name``, or None if the run keeps no samples.
 
-    With ``tokenizer`` the model's tokenizer is copied next to the samples, so that their text can be decoded in any
-    copy of the run's folder. `MAX_BYTES` is divided among the processes that generate or train samples.
+    With ``tokenizer`` the model's tokenizer is copied next to the samples, so the samples can be decoded in any copy of
+    the run's folder. `MAX_BYTES` is divided among the processes that generate or train samples.
     """
     config = context.config
     groups = config.rollout.prompts_per_step
@@ -53,10 +53,10 @@ def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) 
 
 
 def keep_media(context: RunContext, *, first: bool) -> Callable[[MediaItem, MediaSource], None]:
-    """Returns the callback for each new item, which keeps its pictures and playable files.
+    """Returns a callback for new media items, which stores pictures and playable files of the items.
 
-    For the samples that are kept, it writes small pictures and files of sounds and videos; with ``first`` it writes
-    pictures of the run's first items, too.
+    For kept samples the callback writes small pictures, and files of sounds and videos. With ``first`` it also writes
+    pictures of the run's first items.
     """
     assert context.media_folder is not None, "a run on text has no items"
     kept = kept_groups(context.config.tracker, groups_per_step=context.config.rollout.prompts_per_step)

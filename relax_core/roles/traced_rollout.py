@@ -1,4 +1,7 @@
-"""The engine pool and the reward pool of a rollout worker; both record their waits as the worker's."""
+"""Builds the engine pool and the reward pool of a rollout worker.
+
+The two pools record their waits as the worker's waits.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import REWARD_CALLS, RewardPool
 from relax_core.rollout.rollout_loop import Record
 
-OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports first, because it knows the cause
-JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with the judges' texts
-JUDGED = "judged"  # kind of texts with the judges' texts about answers
+OWNER_FIRST_S = 10.0  # if an engine does not start, its owner reports this first, because it knows the cause
+JUDGED_ROWS = 8  # number of groups per train step for which the first answer is kept with the judges' texts
+JUDGED = "judged"  # kind of text records with the judges' texts about answers
 
 
 def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> EnginePool:
-    """Returns the pool of the configured engines; its clients come from ``directory``."""
+    """Returns the pool of the configured engines; ``directory`` makes the pool's clients."""
     config, media = context.config, engine_media(context)
     return EnginePool(
         config.engine.count,
         directory.client_async,
         timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
         silent_s=SILENT_S,
-        by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
+        by_load=not config.in_order,  # with in_order, the same seed gives bitwise equal results for any timing
         max_lag=config.mode.versions_in_flight - 1,
         lag_s=SYNC_TIMEOUT_S,
         waiting=waiting,
@@ -46,7 +49,7 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
 
 
 class TracedRewardPool(RewardPool):
-    """Extends the reward pool: records scoring as the worker's own wait, because a reward may hang in this process.
+    """Extends the reward pool: records scoring as a wait of this worker, because a reward may hang in this process.
 
     ``judges`` are the judges of the run's reward, None for a reward without judges.
     """
@@ -104,7 +107,7 @@ class TracedRewardPool(RewardPool):
         return super().metrics() | ({} if self._judges is None else self._judges.metrics())
 
     def judged_rows(self) -> list[dict[str, str]]:
-        """Returns the first answer of each of the newest groups since the last call, with its judges' texts."""
+        """Returns the first answer of each of the newest groups since the last call, with the judges' texts."""
         rows = list(self._judged)
         self._judged.clear()
         return rows
@@ -124,7 +127,7 @@ def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
 def record_with_rewards(
     metrics: EventWriter, rewards: TracedRewardPool, requests: RequestTimes, own: Mapping[str, float]
 ) -> Record:
-    """Returns the function that records metrics with ``own`` and the new metrics of rewards, judges and engines."""
+    """Returns a function that records metrics together with ``own`` and new metrics of rewards, judges and engines."""
 
     def record(source: str, step: int, values: Mapping[str, float]) -> None:
         metrics.record(source, step, {**values, **rewards.metrics(), **requests.take(), **own})

@@ -1,7 +1,7 @@
 """Base class of the role workers: runs one loop in a thread, and reports status and first failure.
 
-The loop starts with the process. Therefore a process that Ray restarts after a kill continues by itself, from the state
-of the bus and the published weights.
+The loop starts with the process. So if Ray restarts a killed process, the process continues by itself from the state of
+the bus and the published weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
 
 
-RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles with processes that run users' code
-STACK_FRAMES = 12  # the innermost frames of each thread that are reported
+RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles with processes that run user code
+STACK_FRAMES = 12  # number of innermost frames of each thread in a report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Describes a wait for ``what``; ``on`` names the worker that must act, or "bus"; ``since`` is a Unix time."""
+    """Describes a wait for ``what``. ``on`` names the worker that must act, or "bus". ``since`` is a Unix time."""
 
     what: str
     on: str
@@ -53,10 +53,11 @@ class Wait:
 class EngineReport:
     """Holds an owner's report on its engine: the address, and the version of the weights, -1 without weights.
 
-    ``running`` and ``waiting`` count samples, ``tokens_per_s`` counts sampled tokens, and ``cache_share`` is the used
-    share of the cache's tokens. They are None before the first load request, and if the engine does not report them.
-    ``decode_times`` has an entry per batch size: (samples, decode steps since the engine's start, their seconds, and
-    the seconds in which the engine was ready to run and got no core). It is empty if the engine does not count them.
+    ``running`` and ``waiting`` are numbers of samples. ``tokens_per_s`` is the rate of sampled tokens, and
+    ``cache_share`` the used share of the cache's tokens. These four fields are None before the first load request, and
+    if the engine does not report them. ``decode_times`` has an entry for each batch size: (samples, decode steps since
+    the engine's start, seconds of these steps, seconds in which the engine was ready to run but had no core). It is
+    empty if the engine does not count decode steps.
     """
 
     url: str
@@ -72,13 +73,13 @@ class EngineReport:
 class WorkerStatus:
     """Holds the status of a worker.
 
-    ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
-    failed, and ``error`` its traceback. ``lost`` says what was lost if another process caused the failure. ``host``
-    names the set of processes in which ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts
-    their restarts, and ``last_restart`` says how the last restarted process ended. ``waits`` are the worker's waits,
-    the oldest first. ``progress`` grows while the worker does long work of its own that the run waits for. ``engine``
-    is an owner's report if its engine is up. ``usage`` is the resource usage of its process and children, None before
-    it is measured.
+    ``since`` is the Unix time of the last change of state. If the worker has failed, ``detail`` is the cause in one
+    line, and ``error`` the traceback. ``lost`` says what was lost if another process caused the failure. ``host`` names
+    the host and process namespace in which ``pid`` is valid (`process_host`). ``child_pids`` are the processes that the
+    worker owns; ``restarts`` is the number of their restarts, and ``last_restart`` says how the last restarted process
+    ended. ``waits`` are the worker's waits, oldest first. ``progress`` increases while the worker does long work that
+    the run waits for. ``engine`` is the report of an engine owner when its engine is up. ``usage`` is the resource
+    usage of the worker's process and its children, None before the first measurement.
     """
 
     name: str
@@ -100,12 +101,12 @@ class WorkerStatus:
 
 @functools.cache
 def process_host() -> str:
-    """Returns a name for the set of processes that share their pids: a kernel's boot and its pid namespace."""
+    """Returns a name for the processes that share one pid namespace: the kernel's boot id and the pid namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def python_stacks() -> dict[str, str]:
-    """Returns the innermost stack frames of each thread of this process by name, without the calling thread."""
+    """Returns the innermost stack frames of each thread of this process, by thread name, without the calling thread."""
     frames = sys._current_frames()
     return {
         thread.name: "".join(traceback.format_stack(frames[thread.ident])[-STACK_FRAMES:])
@@ -115,7 +116,10 @@ def python_stacks() -> dict[str, str]:
 
 
 class Worker(ABC):
-    """Base class of the role workers; subclasses implement `work`, which returns when the role is done."""
+    """Implements the common part of all role workers.
+
+    A subclass implements `work`, which returns when the role has finished.
+    """
 
     def __init__(self, name: str, context: RunContext) -> None:
         set_compile_cache(os.environ)
@@ -154,7 +158,7 @@ class Worker(ABC):
         self._state, self._detail = state, detail
 
     def report_progress(self, doing: str) -> None:
-        """Records progress in long work of this worker that the run waits for, so that the run does not stall."""
+        """Records progress in long work that the run waits for, so the work is not reported as a stall."""
         self.set_state("running", doing)
         self._progress += 1
 
@@ -192,11 +196,11 @@ class Worker(ABC):
         return python_stacks()
 
     def request_stop(self) -> None:
-        """Asks the loop to end at its next safe point; returns at once."""
+        """Asks the loop to end at its next safe point. Returns at once."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the loop's end; returns False if it is still running after ``timeout_s``."""
+        """Waits for the loop's end. Returns False if the loop still runs after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -206,11 +210,11 @@ class Worker(ABC):
             self.set_state("done")
         except BusClosed as closed:
             self.set_state("done", str(closed))
-        except BaseException as error:  # SystemExit would end this thread and leave a stuck worker
+        except BaseException as error:  # SystemExit would end this thread, and the worker would be stuck
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Stores the first failure for the controller, which ends the run with it; callable from any thread."""
+        """Stores the first failure. The controller then ends the run with this failure. Callable from any thread."""
         if self._error is None:
             self._error = "".join(traceback.format_exception(error))
             log.error("%s failed\n%s", self.name, self._error)
@@ -218,31 +222,32 @@ class Worker(ABC):
             self.set_state("failed", failure_line(error))
 
 
-# -- Writes the output of a role's process to its own log file during the run, because plug-ins print, too ------------
+# -- Writes the output of each role's process to a separate log file, because plug-ins also print ----------------------
 
 
 def keep_output(log_file: Path) -> None:
     """Appends stdout and stderr of this process to ``log_file`` from now on, if this is a process of Ray.
 
-    Elsewhere, as in a test, it does nothing. A log file that cannot be opened, as on a full disk, is skipped.
+    Does nothing in any other process, for example in a test. If the log file cannot be opened, for example on a full
+    disk, the output stays where it was.
     """
-    import ray  # imported late, because Ray reads its token's path when it is imported
+    import ray  # imported late, because Ray reads the path of its token during the import
 
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
-    set_private_files()  # a Ray cluster that the run joined has its own umask
+    set_private_files()  # an external Ray cluster has a different umask
     with suppress(OSError):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        # Ray has replaced the streams by its own, which write to files of its session.
+        # Ray has replaced the streams by streams that write to files of Ray's session.
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 
 class _LogFile(io.FileIO):
-    """Drops output that the disk refuses in an outage, so that a printing plug-in continues."""
+    """Drops output that the disk refuses in an outage, so a plug-in that prints can continue."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:

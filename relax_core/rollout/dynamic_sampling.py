@@ -1,6 +1,6 @@
-"""Dynamic sampling: an algorithm drops groups without a training signal, and a new group replaces each of them.
+"""Dynamic sampling: an algorithm drops groups without a training signal, and new groups replace the dropped groups.
 
-Source: DAPO (arXiv 2503.14476, section 3.2). `complete_group` applies the filter to a group with all of its rewards.
+Source: DAPO (arXiv 2503.14476, section 3.2). `complete_group` applies the filter when a group has all of its rewards.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 
 from relax_core.contracts.tree import Episode
 
-MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, with rollout.mask_truncated
+MAX_TRUNCATED_IN_A_ROW = 64  # the run ends after so many consecutive groups with only cut responses
 
 
 class GroupFilter:
-    """Applies an algorithm's `drop_group`, and counts the groups that it dropped since the last group that it kept.
+    """Applies an algorithm's `drop_group`, and counts the dropped groups since the last kept group.
 
-    ``parts`` names the parts of a reward that is a sum. The filter compares only the first part that all samples have.
-    This part says whether an answer is exact; the other parts would give wrong answers different numbers.
+    ``parts`` names the parts of a reward that is a sum of parts. The filter compares only one part: the first part that
+    all samples have. This part says whether an answer is exact; with the other parts, wrong answers would have
+    different numbers.
     """
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
@@ -32,7 +33,7 @@ class GroupFilter:
 
 
 def compared_numbers(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
-    """Returns the number of each episode that a filter compares; see `GroupFilter`."""
+    """Returns the compared number of each episode; see `GroupFilter`."""
     for label in parts:
         if all(label in episode.parts for episode in episodes):
             return [episode.parts[label] for episode in episodes]
@@ -40,7 +41,7 @@ def compared_numbers(episodes: Sequence[Episode], parts: Sequence[str]) -> list[
 
 
 class TruncatedGroups:
-    """Counts groups in a row whose responses were all cut at ``max_new_tokens``, with rollout.mask_truncated."""
+    """Counts consecutive groups in which all responses were cut at ``max_new_tokens``, with rollout.mask_truncated."""
 
     def __init__(self, max_new_tokens: int) -> None:
         self._max_new_tokens = max_new_tokens
@@ -49,8 +50,8 @@ class TruncatedGroups:
     def record(self, truncated: bool) -> None:
         """Records whether all responses of a group were cut.
 
-        Raises ValueError after `MAX_TRUNCATED_IN_A_ROW` such groups in a row, because the run would sample for
-        ever.
+        Raises ValueError after `MAX_TRUNCATED_IN_A_ROW` consecutive groups with only cut responses, because the run
+        would sample without end and never train.
         """
         self._in_a_row = self._in_a_row + 1 if truncated else 0
         if self._in_a_row >= MAX_TRUNCATED_IN_A_ROW:

@@ -1,4 +1,4 @@
-"""Estimates accuracy, pass@k and maj@k from an evaluation's answers, each with an interval of 95 %."""
+"""Estimates accuracy, pass@k and maj@k from an evaluation's answers, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _NO_FORMATTING = str.maketrans("", "", "$ {}()")
-FEWEST_VOTERS = 3  # with two voters, the break of ties would decide
+FEWEST_VOTERS = 3  # with two voters, the tie-break would decide
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """Holds one answer to a prompt.
 
-    ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none
-    could be computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode
-    of several turns is one answer, and ``tokens`` are sampled tokens; ``ended`` says why it ended, and is empty for
-    one turn. ``why`` is the reward's explanation: what it compared, or why there is no reward. ``shadow`` is 1 if
-    the reward's shadow finds the answer right, else 0, and None if the shadow did not score it.
+    ``vote`` is the vote of this answer in majority votes (`vote_of`), or None. ``reward`` is None if the reward could
+    not be computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is the number of sampled tokens.
+    An episode of several turns is one answer; ``ended`` is then the reason of the episode's end, else empty. ``why`` is
+    the reward's explanation: what the reward compared, or why there is no reward. ``shadow`` is 1 if the shadow reward
+    judges the answer right, 0 if it does not, and None if it did not score the answer.
     """
 
     text: str
@@ -47,10 +47,11 @@ class Answer:
 
 
 def vote_of(output: RewardOutput, text: str, *, label: str) -> str | None:
-    """Returns the vote of an answer, None for no vote; ``text`` is the response, empty if it was cut.
+    """Returns the vote of an answer, or None for no vote; ``text`` is the response, empty if it was cut.
 
-    Answers that the reward finds equal have the same vote: an exact answer that the reward could read votes for the
-    label, and a wrong number for its value. Where the whole response is the answer, its text is the vote.
+    Answers that the reward judges equal have the same vote. If the reward extracted an answer, an exact answer votes
+    for the label, a wrong number votes for its value, and another wrong answer for its text. If the reward extracts no
+    answers, the text of the response is the vote.
     """
     if output.answer is None:
         return text.strip() or None
@@ -60,7 +61,7 @@ def vote_of(output: RewardOutput, text: str, *, label: str) -> str | None:
 
 
 def _as_number(answer: str) -> str:
-    """Returns a number or a fraction as a reduced fraction, and any other text without extra white space."""
+    """Returns a number or fraction as a reduced fraction; other text is returned without extra white space."""
     plain = _LATEX_FRACTION.sub(r"\1/\2", answer).translate(_NO_FORMATTING)
     plain = plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain
     above, _, below = plain.partition("/")
@@ -71,7 +72,7 @@ def _as_number(answer: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Holds an estimate over an evaluation's prompts with the limits of its interval of 95 %."""
+    """Holds an estimate over an evaluation's prompts, with the limits of the 95 % interval."""
 
     value: float
     low: float
@@ -79,12 +80,12 @@ class Estimate:
 
 
 def accuracy(answers: Sequence[Sequence[Answer]]) -> Estimate:
-    """Returns the share of exact answers; ``answers`` has the same number of answers for every prompt."""
+    """Returns the share of exact answers; ``answers`` must have the same number of answers for every prompt."""
     return _share([fmean(answer.exact for answer in of_prompt) for of_prompt in answers], answers_each=len(answers[0]))
 
 
 def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
-    """Returns the mean reward of all answers that have one, with the normal interval of the prompts' means.
+    """Returns the mean reward of all answers with a reward, with the normal interval of the prompts' means.
 
     Returns None if no answer has a reward. Rewards are unbounded, so Wilson's interval does not apply to them.
     """
@@ -99,7 +100,7 @@ def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
 
 
 def shadow_values(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """Returns the shadow's accuracy over the answers that it scored, and the excess of the reward's accuracy."""
+    """Returns two metrics of the answers with a shadow score: shadow accuracy, and accuracy minus shadow accuracy."""
     scored = [answer for of_prompt in answers for answer in of_prompt if answer.shadow is not None]
     if not scored:
         return {}
@@ -119,16 +120,16 @@ def majority_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
 
 
 def k_values(samples: int) -> list[int]:
-    """Returns the k of pass@k and maj@k for a number of answers per prompt: 2, 4, 8 … and all of them."""
+    """Returns the values of k for pass@k and maj@k: 2, 4, 8 … and ``samples``, the number of answers per prompt."""
     powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     return [*powers, samples] if samples > 1 else []
 
 
 def pass_chance(answers: int, right: int, k: int) -> float:
-    """Returns the probability of a right answer among ``k`` of ``answers`` answers, drawn without replacement.
+    """Returns the probability that ``k`` of ``answers`` answers, drawn without replacement, include a right answer.
 
-    ``right`` of the answers are right. This is the unbiased estimator of pass@k, 1 - C(n - c, k) / C(n, k), of Chen
-    et al., Evaluating large language models trained on code (2021), equation 1.
+    ``right`` of the answers are right. Source: the unbiased estimator of pass@k by Chen et al., Evaluating large
+    language models trained on code (2021), equation 1: 1 - C(n - c, k) / C(n, k) with n ``answers`` and c ``right``.
     """
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
@@ -136,9 +137,9 @@ def pass_chance(answers: int, right: int, k: int) -> float:
 def majority_chance(answers: Sequence[Answer], k: int) -> float:
     """Returns the probability that the most frequent of ``k`` answers, drawn without replacement, is right.
 
-    If several answers are the most frequent, each counts equally. Without a vote, the result is wrong. This is the
-    mean over all draws (a U-statistic), so it is unbiased for maj@k, the majority vote of Wang et al.,
-    Self-consistency (2022). An answer is right if the first answer with the same vote is.
+    If several votes are equally frequent, one of them is chosen at random. A draw without any vote is wrong. A vote is
+    right if the first answer with this vote is exact. The result is the mean over all draws (a U-statistic), so it is
+    an unbiased estimate of maj@k. Source of the majority vote: Wang et al., Self-consistency (2022).
     """
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     right: dict[str | None, bool] = {}
@@ -153,15 +154,16 @@ def majority_chance(answers: Sequence[Answer], k: int) -> float:
 
 
 def _draws_won(mine: int, *, others: Sequence[int], total: int, k: int) -> float:
-    """Returns the number of draws of ``k`` that an answer given ``mine`` times wins; a tie of j + 1 counts 1 / (j + 1).
+    """Returns in how many draws of ``k`` answers a vote wins; a tie with j other votes adds 1 / (j + 1).
 
-    For each count x of this answer, the code counts the ways to draw the other k - x with no answer more often than x,
-    by the number of answers that are drawn exactly x times. These are the coefficients of a product of polynomials in z
-    (drawn answers) and u (answers drawn x times).
+    The vote has ``mine`` answers, and other votes have the counts ``others``. For each number x of drawn answers with
+    this vote, the code counts the ways to draw the other k - x answers so that no other vote is drawn more than x
+    times. The ways are counted by the number of other votes that are drawn exactly x times. They are the coefficients
+    of a product of polynomials in z (drawn answers) and u (votes drawn x times).
     """
     won = 0.0
     for x in range(1, min(mine, k) + 1):
-        small = total - mine - sum(count for count in others if count >= x)  # answers that never reach x or do not vote
+        small = total - mine - sum(count for count in others if count >= x)  # no vote, or a rarer vote
         ways = np.zeros((k - x + 1, (k - x) // x + 1))
         ways[:, 0] = [math.comb(small, drawn) for drawn in range(k - x + 1)]
         for count in (count for count in others if count >= x):
@@ -175,12 +177,13 @@ def _draws_won(mine: int, *, others: Sequence[int], total: int, k: int) -> float
 
 
 def _share(estimates: Sequence[float], *, answers_each: int) -> Estimate:
-    """Returns the mean of the prompts' shares with Wilson's interval for an effective number of answers.
+    """Returns the mean of the prompts' shares, with Wilson's interval for an effective number of answers.
 
-    Prompts are drawn independently, but the answers to one prompt are not. The mean p of N prompts whose shares have
-    the variance v is as certain as p of N p (1 - p) / v single answers (the design effect of Kish, Survey Sampling,
-    1965, used so by Korn and Graubard, Survey Methodology 24, 1998). The effective number is at most that of all
-    answers, ``answers_each`` per prompt, and at least one per prompt.
+    Prompts are independent draws, but the answers to one prompt are not independent. Let N prompts have shares with the
+    mean p and the variance v. The uncertainty of p then equals the uncertainty from N p (1 - p) / v independent
+    answers. (This is the design effect of Kish, Survey Sampling, 1965, used in this way by Korn and Graubard, Survey
+    Methodology 24, 1998.) The effective number is at least one answer per prompt, and at most ``answers_each`` answers
+    per prompt.
     """
     prompts = len(estimates)
     value = fmean(estimates)

@@ -1,4 +1,4 @@
-"""Evaluates weight versions of a run, or a model without a run, on held-out data rows with the engines."""
+"""Evaluates weight versions of a run, or a model without a run, on held-out data rows."""
 
 from __future__ import annotations
 
@@ -50,21 +50,22 @@ from relax_core.rollout.sampling_params import evaluation_sampling
 RecordTexts = Callable[[str, int, Sequence[Mapping[str, TextCell]]], None]
 Record = Callable[[str, int, Mapping[str, float]], None]
 EndsRun = Callable[[int, Mapping[str, float]], Awaitable[bool]]
-TEXT_ROWS = 16  # data rows of each set whose answers are recorded
+TEXT_ROWS = 16  # number of data rows per set with recorded answers
 
 
 def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
-    """Returns the weight versions to evaluate: the first, every ``every`` steps, the last; none if ``every`` is 0."""
+    """Returns the weight versions to evaluate: first, last, and multiples of ``every``; empty if ``every`` is 0."""
     if every == 0:
         return []
     return [v for v in range(start, total_steps + 1) if v in (start, total_steps) or v % every == 0]
 
 
 def versions_left(planned: Sequence[int], *, reached: int, recorded: int) -> list[int]:
-    """Returns the versions that a worker still evaluates if it starts when the run is at version ``reached``.
+    """Returns the versions that a worker must evaluate if the worker starts when the run has version ``reached``.
 
-    These are the ``planned`` versions from ``reached`` on. ``reached`` is added if an older planned version above
-    ``recorded``, the newest recorded evaluation, was not evaluated: the engines no longer have its weights.
+    These are the ``planned`` versions from ``reached`` on. ``recorded`` is the version of the newest recorded
+    evaluation. If a planned version between ``recorded`` and ``reached`` was missed, the engines no longer have its
+    weights, so ``reached`` is evaluated in its place.
     """
     later = [version for version in planned if version >= reached]
     missing = any(recorded < version < reached for version in planned)
@@ -73,7 +74,7 @@ def versions_left(planned: Sequence[int], *, reached: int, recorded: int) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRow:
-    """Holds a data row of an evaluation set with the token ids of its prompt, and its images and videos."""
+    """Holds a data row of an evaluation set, with its prompt's token ids, images and videos."""
 
     row: DataRow
     input_ids: list[int]
@@ -82,9 +83,10 @@ class EvalRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
-    """Holds an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count.
+    """Holds an evaluation set with its prompts.
 
-    ``parts`` are values of the rows' key "part" that get separate metrics (`relax_core.contracts.data.EvalSet`).
+    ``bad`` has the errors of data rows without a usable prompt; metrics exclude such rows. ``parts`` are the values of
+    the rows' key "part" that have separate metrics (`relax_core.contracts.data.EvalSet`).
     """
 
     name: str
@@ -95,21 +97,21 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class SetAnswers:
-    """Holds the answers to a set's prompts, in order."""
+    """Holds the answers to the prompts of a set, in order."""
 
     of: PreparedSet
     answers: list[list[Answer]]
 
     @property
     def unscored(self) -> int:
-        """Returns the number of answers whose reward could not be computed.
+        """Returns the number of answers without a reward.
 
-        They count as not exact, and the mean reward leaves them out.
+        Such answers are not exact, and the mean reward excludes them.
         """
         return sum(answer.reward is None for of_prompt in self.answers for answer in of_prompt)
 
     def look(self) -> AnswerStats:
-        """Returns the description of the right answers; those of episodes with several turns are left out."""
+        """Returns the statistics of the right answers; answers of episodes with several turns are left out."""
         return answer_stats(
             [
                 RightAnswer(
@@ -125,7 +127,7 @@ class SetAnswers:
         )
 
     def estimates(self) -> dict[str, Estimate]:
-        """Returns accuracy and, for several answers per prompt, pass@k and maj@k; empty for a set without data rows."""
+        """Returns accuracy and, with several answers per prompt, pass@k and maj@k; empty without data rows."""
         if not self.answers:
             return {}
         found = {"exact": accuracy(self.answers)}
@@ -136,7 +138,7 @@ class SetAnswers:
         return found
 
     def values(self) -> dict[str, float]:
-        """Returns all metrics by name; the interval of NAME is NAME/low and NAME/high."""
+        """Returns all metrics by name; NAME/low and NAME/high are the interval of the metric NAME."""
         values: dict[str, float] = {}
         for name, estimate in self.estimates().items():
             values |= {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
@@ -149,14 +151,14 @@ class SetAnswers:
         return values
 
     def _episode_values(self) -> dict[str, float]:
-        """Returns the mean number of turns and the share of each end of episodes; empty for answers of one turn."""
+        """Returns the mean number of turns and the shares of the episodes' ends; empty for episodes of one turn."""
         played = [answer for of_prompt in self.answers for answer in of_prompt if answer.ended]
         ends = Counter(answer.ended for answer in played)
         shares = {f"ended/{ended}": count / len(played) for ended, count in sorted(ends.items())}
         return {"turns": fmean(answer.turns for answer in played), **shares} if played else {}
 
     def by_part(self) -> dict[str, SetAnswers]:
-        """Returns the answers of each part that gets separate metrics; a part without rows is left out."""
+        """Returns the answers of each part with separate metrics; a part without rows is left out."""
         found = {}
         for part in self.of.parts:
             if own := [place for place, eval_row in enumerate(self.of.rows) if eval_row.row.get("part") == part]:
@@ -166,7 +168,7 @@ class SetAnswers:
 
 
 def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
-    """Returns the metrics by which a best checkpoint may be chosen, without the prefix ``eval/``."""
+    """Returns the metrics that may choose the best checkpoint, without the prefix ``eval/``."""
     metrics = ["exact", "reward"]
     for k in k_values(samples):
         metrics += [f"pass@{k}", *([f"maj@{k}"] if k >= FEWEST_VOTERS else [])]
@@ -174,9 +176,9 @@ def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
 
 
 def prepare(eval_set: EvalSet, prompts: PromptMaker, *, max_bad: float) -> PreparedSet:
-    """Returns a set of text with its prompts.
+    """Returns a set with its prompts; media are not encoded.
 
-    Raises ValueError if more than the share ``max_bad`` of its rows is unusable.
+    Raises ValueError if more than the share ``max_bad`` of the set's rows cannot be used.
     """
     rows, bad = [], list(eval_set.bad)
     for number, row in enumerate(eval_set.rows):
@@ -188,9 +190,9 @@ def prepare(eval_set: EvalSet, prompts: PromptMaker, *, max_bad: float) -> Prepa
 
 
 async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, max_bad: float) -> PreparedSet:
-    """Returns a set with its prompts; images and videos are encoded once to find rows that cannot be used.
+    """Returns a set with its prompts. Images and videos are encoded once, to find rows that cannot be used.
 
-    Raises as `prepare` does.
+    Raises the ValueError of `prepare`.
     """
 
     async def prepared(number: int, row: DataRow) -> EvalRow | BadRow:
@@ -210,7 +212,7 @@ async def prepare_with_media(eval_set: EvalSet, prompts: PromptMaker, *, max_bad
 
 
 def eval_where(name: str, number: int) -> str:
-    """Returns the name of row ``number`` of the set ``name`` for messages."""
+    """Returns a name for row ``number`` of the set ``name``, for messages."""
     return f"eval row {number}" + (f" of {name}" if name else "")
 
 
@@ -220,14 +222,14 @@ def _prepared(eval_set: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, max_
 
 
 class Evaluator:
-    """Runs the evaluations one after the other, each as soon as its version is ``steps_ahead`` train steps away.
+    """Runs evaluations one after the other; each starts ``steps_ahead`` train steps before its version is reached.
 
-    ``ask(version)`` returns the answers to every set with weights of that version or newer, as `play_sets` does.
-    ``wait_version(version)`` returns when the run has reached that version. With ``in_order``, `gate` holds
-    training prompts of a version back until its evaluation is done, so that the engine's batches are equal in every
-    run. ``ends_run`` receives the metrics of each evaluation and returns True to end the run; then no prompt passes
-    the gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look`` describes
-    the right answers of the run's first evaluation; it is None before that evaluation.
+    ``ask(version)`` returns the answers to all sets from weights ``version`` or newer, as `play_sets` does.
+    ``wait_version(version)`` returns when the run has reached this version. With ``in_order``, `gate` holds training
+    prompts of a version back until the evaluation of this version is done, so that the engine's batches are equal in
+    every run. ``ends_run`` receives the metrics of each evaluation and returns True to end the run; after that, no
+    prompt passes the gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look``
+    has the statistics of the right answers of the run's first evaluation, or None before this evaluation.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ class Evaluator:
         self._done: dict[int, asyncio.Event] = {version: asyncio.Event() for version in versions}
 
     async def run(self) -> None:
-        """Runs all evaluations, or ends early if ``ends_run`` returns True."""
+        """Runs all evaluations; returns early if ``ends_run`` returns True."""
         for version, done in self._done.items():
             await self._wait_version(version - self._steps_ahead)
             if await self._evaluate(version):
@@ -262,7 +264,7 @@ class Evaluator:
             done.set()
 
     async def gate(self, version: int) -> None:
-        """Waits, with ``in_order``, until all evaluations that training prompts of ``version`` must follow are done."""
+        """With ``in_order``, waits until all evaluations of ``version`` and earlier versions are done."""
         if self._in_order:
             for due, done in self._done.items():
                 if due <= version:
@@ -279,7 +281,7 @@ class Evaluator:
         return self._ends_run is not None and await self._ends_run(version, values)
 
     async def _look(self, found: SetAnswers) -> tuple[AnswerStats, str | None]:
-        """Returns the description of a set's right answers, and a sentence if they look like a reward hack."""
+        """Returns the statistics of a set's right answers, and a sentence if the answers look like a reward hack."""
         look = await asyncio.to_thread(found.look)
         if self._first_look is None and look.right >= FEWEST_FIRST:
             self._first_look = look
@@ -287,7 +289,7 @@ class Evaluator:
 
 
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
-    """Returns the metrics of the first set by name, and those of every named set as SET/NAME."""
+    """Returns the metrics of the first set as NAME, and the metrics of every named set as SET/NAME."""
     values = found[0].values()
     for set_answers in found:
         if set_answers.of.name:
@@ -296,7 +298,7 @@ def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
 
 
 def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
-    """Returns the first data rows, each with the first answer to it."""
+    """Returns text records of the first data rows; each record has the first answer to the row's prompt."""
     texts: list[dict[str, str | bool]] = [
         {
             "prompt": shown_prompt(eval_row.row["prompt"], [media.item for media in eval_row.media]),
@@ -311,9 +313,9 @@ def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
 
 
 async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: PromptMaker) -> list[PreparedSet]:
-    """Returns the sets with their prompts; without prompts if the environment opens its own episodes.
+    """Returns the sets with their prompts; for an env of several turns, without prompts.
 
-    Raises ValueError if more than the share data.max_bad_rows of a set is unusable.
+    Raises ValueError if more than the share data.max_bad_rows of a set's rows cannot be used.
     """
     if find_env(config.env.name).has_turns:
         return [
@@ -340,7 +342,7 @@ async def answer_sets(
     on_progress: Callable[[int], None] = lambda count: None,
     media_folder: str = "",
 ) -> list[SetAnswers]:
-    """Returns the answers to all sets with weights ``version`` or newer, as `play_sets` does."""
+    """Returns the answers to all sets from weights ``version`` or newer; `play_sets` explains the parameters."""
     found = await play_sets(
         sets,
         version=version,
@@ -351,7 +353,7 @@ async def answer_sets(
         on_progress=on_progress,
         media_folder=media_folder,
     )
-    if config.repeatable and version < config.run.steps:  # a resumed run evaluates one version more, at its start
+    if config.repeatable and version < config.run.steps:  # a resumed run has one more evaluation, at its start
         await pool.forget_prefixes()
     return found
 
@@ -369,9 +371,9 @@ async def play_sets(
 ) -> list[SetAnswers]:
     """Plays all rows of all sets with weights ``version`` or newer, and scores the episodes.
 
-    ``player`` has the sampling parameters of the evaluation. The seed of a row depends on its set's name and its number
-    in the set, and not on other sets. ``on_progress`` is called with the number of rows that were answered so far.
-    Raises ValueError if more than the share ``max_bad`` of a set's rows cannot be used.
+    ``player`` has the sampling parameters of the evaluation. The seed of a row depends only on the set's name and the
+    row's number in the set. ``on_progress`` is called with the number of rows that are answered so far. Raises
+    ValueError if more than the share ``max_bad`` of a set's rows cannot be used.
     """
     asked = [
         [_asked(prepared_set, number, version=version) for number in range(len(prepared_set.rows))]
@@ -435,7 +437,7 @@ def _set_answers(prepared_set: PreparedSet, found: Sequence[list[Answer] | BadRo
 
 
 def _answer(record: EpisodeRecord, *, label: str) -> Answer:
-    """Returns an episode as one answer; its text is the whole conversation, or the response of one turn."""
+    """Converts an episode to one answer; the text is the whole conversation, or the response of a single turn."""
     output, cut = record.output, record.ended in CUT_ENDS
     last = record.texts[-1] if record.texts and not cut else ""
     if record.stop_string:

@@ -1,7 +1,7 @@
-"""Computes advantages of token trees, and returns if there is a critic.
+"""Computes the advantages of token trees and, with a critic, the returns.
 
-The rollout calls this for each group when it completes. The advantages role calls it for algorithms that need columns
-of other roles or a whole train step's groups. Their results are bit-identical.
+The rollout computes the advantages of a group when the group completes. If an algorithm needs columns of other roles or
+the groups of a whole train step, the advantages role computes them. The results are bit-identical.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def computes_advantages_per_group(config: RelaxConfig) -> bool:
-    """Returns True if the rollout computes the advantages of each group when the group completes.
+    """Returns True if the rollout computes the advantages of a group when the group completes.
 
-    It does so if the algorithm needs one group at a time and no column of another role.
+    This is possible if the algorithm needs only one group at a time, and only columns of the rollout.
     """
     spec = find_algorithm(config.algo.name)
     requirements = spec.requirements(config.algo)
@@ -39,7 +39,7 @@ def needs_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:
 
 
 def input_columns(requirements: Requirements) -> tuple[str, ...]:
-    """Returns the columns that a group's advantages are computed from."""
+    """Returns the columns that the advantages of a group depend on."""
     columns = [*c.FORWARD_COLUMNS, c.LOSS_MASK]
     if requirements.old_logprobs == "actor_fwd":
         columns.append(c.OLD_LOGPROBS)
@@ -56,15 +56,16 @@ def input_columns(requirements: Requirements) -> tuple[str, ...]:
 
 
 def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> Callable[[TokenTree], Mapping[str, np.ndarray]]:
-    """Returns the function that computes one complete group's advantages."""
+    """Returns a function that computes the advantages of one complete group."""
     return lambda tree: advantage_extras([tree], spec, config.algo)[0]
 
 
 def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: object) -> list[Mapping[str, np.ndarray]]:
-    """Returns the new extras of each group, float32 ``[tokens]``: its advantages and, with a critic, its returns.
+    """Returns the new columns of each group, float32 ``[tokens]``: advantages and, with a critic, returns.
 
-    ``trees`` are those of a whole train step if the algorithm normalises over the step. Otherwise the extras of a group
-    do not depend on the other groups in the call. The returns are computed before the advantages are normalised.
+    If the algorithm normalises over a train step, ``trees`` must be the trees of the whole step. Otherwise the columns
+    of a group do not depend on the other groups in the call. The returns are computed before the advantages are
+    normalised.
     """
     requirements = spec.requirements(config)
     inputs = [advantage_inputs(tree, requirements) for tree in trees]
@@ -79,11 +80,10 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
 
 
 def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
-    """Returns a group in the form that an algorithm gets, from the columns of `input_columns` alone.
+    """Returns the input of an algorithm for one group, from the columns of `input_columns`.
 
-    The engine's log-probs are the old log-probs if no role recomputes them. The tokens of an episode are in the
-    order of its turns, which differs from the order of rows if an episode went back to an older part of its
-    history.
+    If no role recomputes the old log-probs, the engine's log-probs are the old log-probs. The tokens of an episode are
+    in the order of turns. This differs from the order of rows if an episode returned to an older part of its history.
     """
     import torch
 
@@ -112,7 +112,7 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
 
 
 def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
-    """Returns the turn of each token, int64 ``[tokens]``; turns are numbered episode by episode, in their order."""
+    """Returns the number of each token's turn, int64 ``[tokens]``; turns are counted over all episodes, in order."""
     owners = np.repeat(np.arange(len(tree.episodes)), [len(episode.turns) for episode in tree.episodes])
     starts = np.array([turn.start for episode in tree.episodes for turn in episode.turns], dtype=np.int64)
     keys = owners * tree.rows + starts  # ascending by episode and row
@@ -122,9 +122,9 @@ def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
 
 
 def _by_turn(tree: TokenTree) -> np.ndarray | slice:
-    """Returns the indices of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``.
+    """Returns the indices that sort a tree's tokens by episode and turn, int64 ``[tokens]``.
 
-    It is a slice of all tokens if no episode went back to an older part of its history.
+    The result is a slice of all tokens if no episode returned to an older part of its history.
     """
     if all(turn.start > before.start for episode in tree.episodes for before, turn in pairwise(episode.turns)):
         return slice(None)
@@ -132,7 +132,7 @@ def _by_turn(tree: TokenTree) -> np.ndarray | slice:
 
 
 def _by_row(tree: TokenTree, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Returns columns of tokens, given in the order of `advantage_inputs`, in the order of the tree's tokens."""
+    """Reorders columns from the token order of `advantage_inputs` to the order of the tree's tokens."""
     by_turn, order = {name: values.float().numpy() for name, values in columns.items()}, _by_turn(tree)
     if isinstance(order, slice):
         return by_turn
@@ -141,7 +141,7 @@ def _by_row(tree: TokenTree, columns: Mapping[str, Tensor]) -> dict[str, np.ndar
 
 
 def _turns(tree: TokenTree, of_tokens: np.ndarray) -> GroupTurns:
-    """Returns the turns of a group; ``of_tokens``, int64 ``[tokens]``, has the turn of each token in turn order."""
+    """Returns the turns of a group; ``of_tokens``, int64 ``[tokens]``, has each token's turn, sorted by turn."""
     import torch
 
     rewards: list[float] = []
@@ -161,7 +161,7 @@ def _turns(tree: TokenTree, of_tokens: np.ndarray) -> GroupTurns:
 
 
 def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, config: object) -> dict[str, Tensor]:
-    """Returns the targets of the critic; empty without a critic."""
+    """Returns the returns (the targets of the critic); empty without a critic."""
     if group.values is None:
         return {}
     returns = advantages + group.values if spec.returns is None else spec.returns(group, advantages, config)

@@ -1,7 +1,8 @@
-"""Caches the encoded media of a run, so that each item is encoded once wherever it occurs.
+"""Caches the encoded media items (images, videos, sounds) of a run, so that each item is encoded once.
 
-An item is identified by its source: the path of a file, or the digest of its bytes. Prompts of training and evaluation
-hold their items; an item without a holder is evicted when the cache exceeds its limit of bytes.
+An item is identified by its source: the path of a file, or the digest of its bytes. The owner of an item is a prompt of
+training or evaluation; it holds the item as long as the prompt is in use. Items without an owner are evicted when the
+cache exceeds its limit of bytes.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import xxhash
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
 from relax_core.contracts.media import MediaError, MediaItem, MediaReason, MediaSource
 
-Key = tuple[str, str]  # kind, and the path or the digest of the bytes
-CACHE_BYTES = 1024 * 1_000_000  # limit of encoded items that each rollout worker keeps for repeated prompts
-MAX_ERRORS = 65_536  # sources that cannot be used, whose errors are remembered
+Key = tuple[str, str]  # the kind, and the path or the digest of the bytes
+CACHE_BYTES = 1024 * 1_000_000  # limit of the encoded items that a rollout worker keeps for repeated prompts
+MAX_ERRORS = 65_536  # number of remembered errors of sources that cannot be used
 PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # transient reasons
 
 
 class ItemEncoder(Protocol):
-    """Declares the call of the encode workers that the cache makes."""
+    """Declares the method of encode workers that the cache calls."""
 
     async def encode(self, source: MediaSource) -> MediaItem:
-        """Returns the item, whose tensors are stored. Raises `MediaError` if the source cannot be used."""
+        """Encodes a source, stores the tensors, returns the item. Raises `MediaError` if the source cannot be used."""
 
 
 class ItemCache:
-    """Returns items by their sources, and encodes missing items.
+    """Returns media items by their sources, and encodes missing items.
 
-    ``max_bytes`` bounds the tensors of all items; items that are held count, but are not evicted. ``release_items`` is
-    called with the digest of each evicted item, and ``on_encoded`` with each new item and its source. ``encoded``
-    counts the encodings.
+    ``max_bytes`` limits the tensors of all items, including held items, but held items are not evicted.
+    ``release_items`` is called with the digest of each evicted item. ``on_encoded`` is called with each new item and
+    its source. ``encoded`` is the number of encodings.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ItemCache:
         self._errors: OrderedDict[Key, MediaError] = OrderedDict()
         self._encoding: dict[Key, asyncio.Task[MediaItem]] = {}
         self._wanted_by: dict[Key, list[str]] = defaultdict(list)  # owners that wait for an encoding
-        self._unused: OrderedDict[str, None] = OrderedDict()  # digests without a holder, the oldest first
+        self._unused: OrderedDict[str, None] = OrderedDict()  # digests of items without an owner, the oldest first
         self._keys: dict[str, set[Key]] = defaultdict(set)
         self._sizes: dict[str, int] = {}
         self._bytes = 0
@@ -64,7 +65,7 @@ class ItemCache:
     async def items(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
         """Returns the items of these sources in order; ``owner`` holds them until `release`.
 
-        Raises the `MediaError` of the first source that cannot be used; the owner then holds none of these items.
+        Raises the `MediaError` of the first source that cannot be used; the owner then holds no item of this call.
         """
         found = await asyncio.gather(*(self._item(source, owner) for source in sources), return_exceptions=True)
         for outcome in found:
@@ -76,7 +77,7 @@ class ItemCache:
         return [item for item in found if isinstance(item, MediaItem)]
 
     def release(self, owner: str) -> None:
-        """Releases all items that ``owner`` holds or waits for; an owner without items is no error."""
+        """Releases all items that ``owner`` holds or waits for; an owner without items is allowed."""
         for waiting in self._wanted_by.values():
             waiting[:] = [waiter for waiter in waiting if waiter != owner]
         for digest, count in self._held.pop(owner, Counter()).items():
@@ -94,7 +95,7 @@ class ItemCache:
             return item
         if key not in self._encoding:
             self._encoding[key] = asyncio.create_task(self._encode(key, source))
-        # The encoding holds the item for its waiting owners, so that it is not evicted before they run again.
+        # `_encode` holds the item for its waiting owners, so that the item is not evicted before the owners run again.
         self._wanted_by[key].append(owner)
         return await asyncio.shield(self._encoding[key])
 
@@ -154,23 +155,23 @@ def _key(source: MediaSource) -> Key:
     return source.kind, f"xxh3:{xxhash.xxh3_128_hexdigest(source.data or b'')}"
 
 
-ENCODINGS = 3  # tries to encode an item whose file vanishes each time
+ENCODINGS = 3  # tries to encode an item if its file vanishes each time
 
 
 class HoldingBus(Protocol):
-    """Declares the calls of the bus that hold items."""
+    """Declares the calls of the bus that hold and release items."""
 
     async def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
-        """Names items (digest → bytes) and returns the digests of those that are not stored."""
+        """Holds items (digest → bytes) at the bus, and returns the digests of items that are not stored."""
 
     async def release_items(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
-        """Ends the hold on items."""
+        """Releases held items."""
 
 
 class HeldItems:
-    """Encodes items with ``encoder`` and holds each at the bus before it is used. It implements `ItemEncoder`.
+    """Encodes items with ``encoder``, and holds each item at the bus before its use. Implements `ItemEncoder`.
 
-    ``worker`` is the rank of the rollout worker, and ``timeout_s`` the deadline of a call to the bus.
+    ``worker`` is the rank of the rollout worker. ``timeout_s`` limits a call to the bus in seconds.
     """
 
     def __init__(self, encoder: ItemEncoder, bus: HoldingBus, *, worker: int, timeout_s: float) -> None:
@@ -178,13 +179,13 @@ class HeldItems:
         self._bus = bus
         self._worker = worker
         self._timeout_s = timeout_s
-        self._unused: dict[str, None] = {}  # items to be let go
+        self._unused: dict[str, None] = {}  # items to release
         self._calling = asyncio.Lock()  # keeps holds and releases in order
         self._letting_go: asyncio.Task[None] | None = None
         self._failure: BusLost | BusTimeout | None = None  # the error of the last call that released items
 
     async def encode(self, source: MediaSource) -> MediaItem:
-        """Returns the item, which the bus keeps until `release_items`.
+        """Encodes a source and returns the item; the bus keeps the item until `release_items`.
 
         Raises `MediaError` if the source cannot be used, the errors of the bus, and RuntimeError if the item's
         file vanishes repeatedly.
@@ -195,7 +196,7 @@ class HeldItems:
                 missing = await self._bus.hold(
                     {item.digest: item.nbytes}, worker=self._worker, timeout_s=self._timeout_s
                 )
-                # The cache may have let an equal item of another source go before or during the call.
+                # The cache may have released an equal item of another source before or during this call.
                 self._unused.pop(item.digest, None)
             if not missing:
                 return item
@@ -206,7 +207,7 @@ class HeldItems:
         )
 
     def release_items(self, digest: str) -> None:
-        """Ends the hold on an item soon; items that are let go together need one call."""
+        """Releases an item soon; items that are released together need only one call."""
         self._unused[digest] = None
         if self._letting_go is None or self._letting_go.done():
             if self._failure is not None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
     from relax_core.data.media.media_limits import MediaLimits
 
-ENCODE_LOG = "encode.log"  # the output of the worker processes
+ENCODE_LOG = "encode.log"  # file for the output of the worker processes
 
 
 def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path, log_dir: Path) -> EncodePool:
-    """Returns the worker processes that encode media into ``media_folder``; the caller closes them.
+    """Returns the worker processes that encode media into ``media_folder``; the caller must close them.
 
     Raises ValueError if the model's folder lacks a processor file.
     """
@@ -44,7 +44,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
 
 
 def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaItem], float]:
-    """Returns the function that estimates the towers' work for an item; it distributes prompts over engines."""
+    """Returns a function that estimates the towers' work for a media item, to distribute prompts over engines."""
     from relax_core.families.folder import folder_architecture
     from relax_core.families.towers import item_work
 
@@ -52,7 +52,7 @@ def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaI
 
 
 def media_limits(modality: ModalityConfig) -> MediaLimits:
-    """Returns the limits of media in the configuration."""
+    """Returns the limits of media from the configuration."""
     from relax_core.data.media.media_limits import MediaLimits
 
     return MediaLimits(
@@ -68,9 +68,10 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
 
 
 def media_root(config: RelaxConfig) -> Path:
-    """Returns the folder below which all media lie: data.media_root, or else the data file's folder.
+    """Returns the root folder of all media files: data.media_root, or else the folder of the data file.
 
-    Without a data file it is the folder of the first evaluation set that is a file.
+    Without a data file, it is the folder of the first evaluation set that is a file. For a data source plug-in it is
+    the plug-in's folder, and for a built-in task with media it is the cache folder.
     """
     data = config.data
     if data.media_root is not None:

@@ -1,4 +1,4 @@
-"""Partial rollouts: decides which groups in flight continue under new weights and which groups are cancelled."""
+"""Handles weight updates: decides which groups in flight continue with new weights, and which are cancelled."""
 
 from __future__ import annotations
 
@@ -9,63 +9,63 @@ from typing import Protocol
 from relax_core.contracts.bus import Admission, VersionChange
 from relax_core.contracts.tree import group_uid
 
-MAX_ABORTS = 3  # with rollout.partial=abort, a group that was aborted this often finishes in place
+MAX_ABORTS = 3  # with rollout.partial=abort, a group is aborted at most this often
 
 
 class VersionBus(Protocol):
     """Declares the bus call that the weight-update handler makes."""
 
     async def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
-        """Waits for a version after ``since_version``, or for groups of ``worker`` that the bus has ended."""
+        """Waits for a version after ``since_version``; returns it with the groups of ``worker`` that the bus ended."""
 
 
 class AbortingPool(Protocol):
     """Declares the calls of the engine pool that the weight-update handler makes."""
 
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
-        """Aborts these requests; each continues from its prefix with weights ``min_version`` or newer."""
+        """Aborts these requests; each request continues from its prefix with weights ``min_version`` or newer."""
 
     async def cancel(self, rids: Iterable[str]) -> None:
-        """Ends these requests for good."""
+        """Ends these requests; they do not continue."""
 
 
 @dataclass(slots=True)
 class _GroupInFlight:
-    min_version: int  # the oldest weight version that its newest request may start with
-    rids: set[str] = field(default_factory=set)  # its requests in flight
-    cancel: Callable[[], object] | None = None  # ends its episodes
+    min_version: int  # the oldest weight version that the group's newest request may start with
+    rids: set[str] = field(default_factory=set)  # requests in flight of the group
+    cancel: Callable[[], object] | None = None  # ends the group's episodes
     aborts: int = 0
 
 
 class GroupsInFlight:
-    """Receives the players' reports of groups in flight, and ends none of them.
+    """Receives the players' reports of groups in flight, and ignores them.
 
-    `WeightUpdateHandler` ends or restarts groups.
+    The subclass `WeightUpdateHandler` cancels or aborts groups.
     """
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Adds the groups of these admissions; some of them may end before they begin."""
+        """Adds the groups of these admissions; a group may end before it begins."""
 
     def begin(self, index: int, cancel: Callable[[], object] | None = None) -> bool:
-        """Reports the start of a group, whose episodes ``cancel`` ends; returns False if the group has ended."""
+        """Reports the start of a group; returns False if the group has ended. ``cancel`` ends the group's episodes."""
         return True
 
     def add_request(self, index: int, rid: str) -> None:
-        """Adds a request of a group that is about to be sent."""
+        """Adds a request of a group before it is sent."""
 
     def remove_request(self, index: int, rid: str) -> None:
-        """Removes a request whose response has arrived."""
+        """Removes a request after its response has arrived."""
 
     def end(self, index: int) -> None:
-        """Removes a group whose responses are complete or whose data row cannot be used."""
+        """Removes a group with complete responses, or with a data row that cannot be used."""
 
 
 class WeightUpdateHandler(GroupsInFlight):
-    """Follows the weight versions for rollout worker ``worker``, whose loop reports its groups in flight.
+    """Cancels and aborts groups in flight of rollout worker ``worker`` at new weight versions.
 
-    Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort)
-    all other groups are aborted at each new version, so that they continue from their prefixes with its weights. A
-    group that was aborted ``max_aborts`` times is left to finish.
+    At each new version, groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0
+    (rollout.partial=abort) the requests of all other groups are aborted, and continue from their prefixes with the new
+    weights. A group that was aborted ``max_aborts`` times is not aborted again.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class WeightUpdateHandler(GroupsInFlight):
         self._in_flight.pop(group_uid(index), None)
 
     async def run(self) -> None:
-        """Runs until the bus closes (BusClosed)."""
+        """Runs until the bus closes (raises BusClosed)."""
         change = await self._next_change(-1)
-        await self._give_up(change.retired)  # nothing is aborted, because all groups in flight have these weights
+        await self._give_up(change.retired)  # aborts nothing: all groups in flight have these weights
         while True:
             version = change.version
             change = await self._next_change(version)

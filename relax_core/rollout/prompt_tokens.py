@@ -1,6 +1,7 @@
-"""Turns a data row into its prompt: conversation, encoded media, chat template, length limit, and sampling seeds.
+"""Makes prompts from data rows: conversation, encoded media, chat template, length limit, and sampling seeds.
 
-Seeds belong to samples and not to processes, so that a group sampled again after a crash gets the same tokens.
+A seed depends on the sample and not on the process, so that a group that is sampled again after a crash has the same
+tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
 
 Result = TypeVar("Result")
-_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large text")  # a second thread would take a core from the engine
+_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large text")  # a second thread would use a core of the engine
 
 
 async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
     """Runs ``work`` and returns its result; ``large`` work runs in a thread.
 
-    ``work`` must not use state that the event loop changes meanwhile. One large piece of work runs at a time.
+    ``work`` must not use state that the event loop changes meanwhile. Only one call of large work runs at a time.
     """
     if not large:
         return work()
@@ -39,31 +40,32 @@ async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
 
 
 DEFAULT_PROMPT_ITEMS = 16
-_CUT_CHARACTERS = 16  # per token of the limit: a longer text is cut to this length before it is tokenised
-_CUT_TOKENS = 4  # while a text is cut, prompts of up to this multiple of their limit are tokenised
+_CUT_CHARACTERS = 16  # characters per token of the limit; a longer text is cut to this length before it is tokenised
+_CUT_TOKENS = 4  # a shortened prompt is tokenised if it has at most this multiple of the token limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Holds the token ids of a prompt; ``media`` places its media in them, in order."""
+    """Holds the token ids of a prompt; ``media`` has the positions of its media items in the ids, in order."""
 
     token_ids: list[int]
     media: list[Media] = field(default_factory=list)
 
     @property
     def items(self) -> list[MediaItem]:
-        """Returns the media, in order."""
+        """Returns the media items, in order."""
         return [medium.item for medium in self.media]
 
 
 class PromptMaker:
-    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer prompts.
+    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` decides how longer prompts are handled.
 
-    With ``last_assistant`` "continue" the model continues the assistant's message with which a prompt ends; without
-    it such a prompt is refused. ``items`` encodes media; without it, rows with media cannot be used. A prompt has
-    at most ``prompt_items`` items. ``item_rows`` returns the largest number of rows of an item, for `tokens`, which
-    encodes none. ``media_kinds`` are the kinds that the run reads: a row with a placeholder of such a kind and no
-    item of it is refused.
+    A prompt may end with a message of the assistant. With ``last_assistant`` "continue" the model continues this
+    message; otherwise such a prompt is refused. ``items`` encodes media items (images, videos, sounds); without
+    ``items``, rows with media cannot be used. A prompt has at most ``prompt_items`` items. ``item_rows`` returns the
+    largest number of rows (token positions) of an item; `tokens` uses it, because `tokens` encodes no items.
+    ``media_kinds`` are the kinds of media that the run reads. A row with a placeholder of such a kind but without a
+    matching item is refused.
     """
 
     def __init__(
@@ -91,25 +93,25 @@ class PromptMaker:
         self._media_kinds = media_kinds
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
-        """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
+        """Returns the token ids of a data row's prompt without encoding media; ``where`` is the row's file and line.
 
-        Each item takes as many placeholder ids as it may have rows. Raises `BadRow` as `text` does, and if the
-        prompt is too long and such rows are dropped. Raises ValueError if the prompt is too long and
-        ``overlong`` is error.
+        Each media item has as many placeholder ids as its largest number of rows. Raises the `BadRow` of `text`. If the
+        prompt is too long, raises ValueError if ``overlong`` is error, and `BadRow` if ``overlong`` is drop.
         """
         return self._opening(self._messages(row, where=where), (), where=where).token_ids
 
     async def prompt(self, row: DataRow, *, where: str, owner: str) -> Prompt:
-        """Returns a data row's prompt once its media are encoded; ``owner`` holds them.
+        """Encodes the media of a data row, and returns the row's prompt; ``owner`` then holds the media.
 
-        Raises as `tokens` does, and `MediaError` for an item that cannot be used; the owner then holds none of them.
+        Raises the errors of `tokens`, and `MediaError` for a media item that cannot be used. After an error, the owner
+        holds no media of this prompt.
         """
         return await self.opening(self._messages(row, where=where), where=where, owner=owner)
 
     async def opening(
         self, messages: Sequence[Message], *, where: str, owner: str, tools: Sequence[ToolSchema] | None = None
     ) -> Prompt:
-        """Returns the prompt of a conversation that opens an episode; raises as `prompt` does.
+        """Returns the prompt of an episode's opening conversation; raises the errors of `prompt`.
 
         ``tools`` are the schemas that the chat template shows.
         """
@@ -140,10 +142,10 @@ class PromptMaker:
         tools: Sequence[ToolSchema] | None = None,
         most_tokens: int | None = None,
     ) -> Prompt:
-        """Returns the prompt of a conversation that an env rewrote, of any length, with its encoded media.
+        """Returns the prompt, of any length, of a conversation that an env rewrote; ``items`` are the encoded media.
 
-        Raises ValueError for a conversation that the chat template does not take, and `TextTooLong` if it is certain to
-        have more than ``most_tokens`` tokens.
+        Raises ValueError if the chat template refuses the conversation, and `TextTooLong` if the prompt certainly has
+        more than ``most_tokens`` tokens.
         """
         goes_on = messages[-1]["role"] == "assistant" and self._last_assistant is LastAssistant["continue"]
         shown = self.tokenizer.encode(messages, tools=tools, goes_on=goes_on, most_tokens=most_tokens)
@@ -151,7 +153,7 @@ class PromptMaker:
         return Prompt(token_ids=ids, media=media)
 
     async def encoded(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
-        """Returns the items of these sources, in order, which ``owner`` holds until `release`.
+        """Returns the media items of these sources, in order; ``owner`` holds the items until `release`.
 
         Raises `MediaError`.
         """
@@ -167,9 +169,9 @@ class PromptMaker:
         return await self.items.items(sources, owner=owner)
 
     async def hold_again(self, row: DataRow, media: Sequence[Media], *, owner: str) -> None:
-        """Makes ``owner`` hold the media of a prompt that was made before.
+        """Makes ``owner`` hold the media of an existing prompt.
 
-        Items that the cache has evicted are encoded again. Raises ValueError if their files have changed.
+        Evicted items are encoded again. Raises ValueError if the file of an item has changed.
         """
         if media:
             again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
@@ -217,24 +219,24 @@ class PromptMaker:
         return cut
 
     def text(self, row: DataRow, *, where: str) -> str:
-        """Returns the whole prompt as the chat template writes it, of any length.
+        """Returns the text of the whole prompt, of any length, as the chat template renders it.
 
-        Raises `BadRow` if the env or the template makes no prompt from the data row.
+        Raises `BadRow` if the env or the chat template cannot make a prompt from the data row.
         """
         return self._render(self._messages(row, where=where), where=where)
 
     def bound(self, row: DataRow, *, where: str) -> int:
-        """Returns an upper bound of the number of tokens of the whole prompt: each token stands for at least one byte.
+        """Returns an upper bound of the whole prompt's number of tokens; a token has at least one byte.
 
-        Raises as `text` does.
+        Raises the errors of `text`.
         """
         messages = self._messages(row, where=where)
         return len(self._render(messages, where=where).encode()) + sum(self._rows_of(messages, where=where))
 
     def count(self, row: DataRow, *, where: str) -> int:
-        """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does.
+        """Returns the number of tokens of the whole prompt, of any length. Raises the errors of `text`.
 
-        A prompt that is certain to be too long is not tokenised; the result is then a lower bound.
+        A prompt that is certainly too long is not tokenised; the result is then a lower bound.
         """
         try:
             return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
@@ -242,14 +244,14 @@ class PromptMaker:
             return error.tokens
 
     def sources(self, row: DataRow, *, where: str) -> list[MediaSource]:
-        """Returns the media of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
+        """Returns the media sources of a data row, in order. Raises `BadRow` if the env cannot make a prompt."""
         return media_sources(self._conversation(row, where=where))
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         """Returns the conversation of a data row.
 
-        Raises `MediaError` for a placeholder without an item, because the model would be asked about media that
-        it does not get.
+        Raises `MediaError` for a placeholder without a media item, because the prompt would be about media that the
+        model does not see.
         """
         messages = self._conversation(row, where=where)
         for kind, (_, has_place) in (unread_media(row, TEXT_ONLY) if self._media_kinds else {}).items():
@@ -281,9 +283,9 @@ class PromptMaker:
             raise BadRow.because("template", f"{where}: {error}") from error
 
     def _rows_of(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """Returns the largest number of rows of each item, if `tokens` may use it instead of encoding the items.
+        """Returns the largest number of rows of each media item; no item is encoded.
 
-        Raises `MediaError` for an item that cannot be used, as far as that is known without encoding it.
+        Raises `MediaError` for an item that cannot be used, if the error is found without encoding the item.
         """
         sources = media_sources(messages)
         if sources and self._item_rows is None:
@@ -298,15 +300,15 @@ class PromptMaker:
             raise _of_row(error, where) from error
 
     def _check_places(self, messages: Sequence[Message], sources: Sequence[MediaSource], *, where: str) -> None:
-        """Raises `BadRow` if the chat template does not show these media, as `_encode` does for encoded media."""
-        self._render(messages, where=where)  # it refuses what the template does not take
+        """Raises `BadRow` if the chat template does not show these media; `_encode` checks encoded media likewise."""
+        self._render(messages, where=where)  # raises if the template refuses the messages
         try:
             self.tokenizer.check_places(messages, [source.kind for source in sources])
         except ValueError as error:
             raise MediaError(sources[0].kind, "placeholder_count", f"{where}: {error}.") from error
 
     def _check_kinds(self, sources: Sequence[MediaSource], where: str = "") -> None:
-        """Raises `BadRow` for a source of a kind that the model does not read."""
+        """Raises `BadRow` for a media source of a kind that the model cannot read."""
         read = self.tokenizer.media_ids
         for source in sources:
             if source.kind not in read:
@@ -321,7 +323,7 @@ class PromptMaker:
         tools: Sequence[ToolSchema] | None = None,
         most_tokens: int | None = None,
     ) -> Prompt:
-        """Returns the prompt. Raises `TextTooLong` for more than ``most_tokens``; None means ``max_prompt_tokens``."""
+        """Returns the prompt; raises `TextTooLong` above ``most_tokens`` tokens. None means ``max_prompt_tokens``."""
         most = self.max_prompt_tokens if most_tokens is None else most_tokens
         try:
             goes_on = messages[-1]["role"] == "assistant"
@@ -349,16 +351,16 @@ class PromptMaker:
         where: str,
         tools: Sequence[ToolSchema] | None,
     ) -> Prompt | None:
-        """Returns the prompt with a part of the longest text left out, so that it just fits.
+        """Returns the prompt without a part of the longest text, so that the prompt just fits.
 
-        The template's own tokens stay. Returns None if that text is not long enough.
+        The template's own tokens stay. Returns None if the prompt is too long even without the longest text.
         """
         texts = list(_texts(messages))
         if not texts:
             return None
         message, part, text = max(texts, key=lambda candidate: len(candidate[2]))
         window = self.max_prompt_tokens * _CUT_CHARACTERS
-        if len(text) > window:  # most of it is left out in any case, and is not tokenised
+        if len(text) > window:  # most of such a text is left out in any case, so it is not tokenised
             head = window // 2 if self._overlong is Overlong.truncate_middle else 0
             text, excess = text[:head] + text[head - window :], 0
         spans = self.tokenizer.plain_spans(text)
@@ -368,7 +370,7 @@ class PromptMaker:
             try:
                 most = self.max_prompt_tokens * _CUT_TOKENS
                 prompt = self._encode(shorter, items, where=where, tools=tools, most_tokens=most)
-            except TextTooLong:  # the other texts alone are too long
+            except TextTooLong:  # the remaining texts alone are too long
                 return None
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt
@@ -377,10 +379,10 @@ class PromptMaker:
 
 
 def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) -> None:
-    """Raises EngineError if an engine sampled from a prompt whose length differs from the trained prompt.
+    """Raises EngineError if an engine sampled from a prompt with another length than the trained prompt.
 
-    An engine may expand an image to another number of tokens than the tree has. An engine that does not report the
-    length of its prompt is trusted if the prompt is text.
+    An engine may expand an image to another number of tokens than the token tree. For a prompt without media, an engine
+    that does not report the length of its prompt is trusted.
     """
     for response in responses:
         seen, sent = response.prompt_tokens, len(request.input_ids)
@@ -393,7 +395,7 @@ def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) 
 
 
 def shown_prompt(prompt: Any, items: Sequence[MediaItem] = ()) -> str:
-    """Returns a data row's prompt for a table or a log; each item is shown as "[image 333×201]"."""
+    """Returns a data row's prompt for a table or a log; a media item is shown as "[image 333×201]"."""
     if isinstance(prompt, str):
         return prompt
     rest = iter(items)
@@ -433,7 +435,7 @@ def text_size(messages: Sequence[Message]) -> int:
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[int, int | None, str]]:
-    """Yields the texts of a conversation: the message, its part (None for plain content) and the text."""
+    """Yields, for each text of a conversation: message number, part number (None for plain content), and text."""
     for number, message in enumerate(messages):
         content = message["content"]
         if isinstance(content, str):
@@ -451,9 +453,10 @@ def _with_text(messages: Sequence[Message], number: int, part: int | None, text:
 
 
 def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Overlong) -> str:
-    """Returns ``text`` with ``kept`` of its tokens; ``spans`` has the start and end of each token in it.
+    """Returns ``text`` shortened to ``kept`` tokens; ``spans`` has the start and end of each token in the text.
 
-    truncate_left keeps the end of the text, and truncate_middle half of the tokens at the start and half at the end.
+    With truncate_left, the last tokens are kept. With truncate_middle, half of the kept tokens are from the start and
+    half from the end.
     """
     head = (kept + 1) // 2 if how is Overlong.truncate_middle else 0
     tail = kept - head
@@ -465,10 +468,10 @@ def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Ov
 class AdmittedPrompt:
     """Holds an admitted prompt that is ready for the engine.
 
-    ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's
-    modality. For an env of several turns the request has no tokens, because the env opens its own episodes; the
-    rids of their requests begin with its ``rid``. ``evaluation`` is empty for training; otherwise it names the
-    evaluation set with row ``index``, so that seeds and uids differ from those of training.
+    ``number`` is the number of the data row, and ``where`` the row's file and line. ``modality`` is the prompt's
+    modality. For an env of several turns, ``request`` has no tokens, because the env makes the prompts; the rids of
+    these prompts' requests begin with ``request.rid``. ``evaluation`` is empty for training. In an evaluation it names
+    the set, and ``index`` is the number of the row in the set; therefore seeds and uids differ from training.
     """
 
     index: int
@@ -483,15 +486,15 @@ class AdmittedPrompt:
 
     @property
     def uid(self) -> str:
-        """Returns the uid of the group, which holds its media."""
+        """Returns the uid of the group. The uid is also the owner that holds the prompt's media."""
         return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
 
     def seed(self, of_run: int, purpose: str) -> int:
-        """Returns the seed of the group for a purpose, such as "env"."""
+        """Returns the seed of the group for a purpose such as "env"."""
         return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
 
 
 def sampling_seed(run_seed: int, *, index: int, purpose: str = "train") -> int:
-    """Returns a 63-bit seed for the prompt at ``index`` in the order of issue; the engine adds sample and position."""
+    """Returns a 63-bit seed for the prompt with this ``index``; the engine adds the numbers of sample and position."""
     digest = hashlib.blake2b(f"{purpose}:{run_seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

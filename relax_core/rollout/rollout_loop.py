@@ -1,7 +1,8 @@
-"""The loop of a rollout worker: admissions → prompts → episodes → rewards → complete groups on the bus.
+"""Runs the loop of a rollout worker: admissions → prompts → episodes → rewards → complete groups on the bus.
 
-The loop never waits for the trainer. It requests admissions one step ahead, and the engine holds prompts that must not
-start yet. `PromptAdmissions` makes the prompts of admissions and leaves out data rows that cannot be used.
+The loop never waits for the trainer. It requests admissions one train step ahead, and the engine holds prompts back
+until their weight version is loaded. `PromptAdmissions` makes the prompts of admissions and leaves out data rows that
+cannot be used.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from relax_core.rollout.rewards.reward_failures import FailedGroups
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 log = logging.getLogger(__name__)
-AGAIN_S = 1.0  # the timeout for the prompt that replaces a bad data row; the bus has its credit and answers at once
+AGAIN_S = 1.0  # timeout of the admission that replaces a bad data row; the bus has a free credit and answers at once
 Record = Callable[[str, int, Mapping[str, float]], None]
 Report = Callable[[Sequence[Mapping[str, str]]], None]
-TeacherOf = Callable[[DataRow, str], str]  # a data row and its name in errors → the teacher's name
+TeacherOf = Callable[[DataRow, str], str]  # a data row and its name in errors → the name of the teacher
 
 
 class RolloutBus(Protocol):
@@ -59,10 +60,10 @@ class RolloutBus(Protocol):
         """Waits until groups may be sampled and returns their admissions; raises BusTimeout."""
 
     async def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
-        """Ends a group without training; the ledger keeps the reason."""
+        """Ends a group without training; the ledger stores the reason."""
 
     async def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
-        """Reports the modality of the prompts of these groups, by index."""
+        """Reports the modality of the groups' prompts, by group index."""
 
     async def put(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""
@@ -71,11 +72,11 @@ class RolloutBus(Protocol):
 class RolloutLoop:
     """Runs the loop of one rollout worker.
 
-    ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the
-    data rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
-    ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
-    complete group's advantages if no role does so. ``player`` plays the episodes. ``samples`` logs the outcome of
-    every group.
+    ``gate(version)`` returns when all evaluations that must precede prompts of this version are done. ``bad_rows``
+    counts the data rows that cannot be used. ``teacher_of`` chooses the teacher of a data row, for algorithms with
+    teachers. ``weight_update_handler`` is set if a new weight version may end or restart groups. ``advantages``
+    computes the advantages of a complete group; it is None if a role computes them. ``player`` plays the episodes.
+    ``samples`` logs the outcome of every group.
     """
 
     def __init__(
@@ -119,16 +120,16 @@ class RolloutLoop:
             flight=self._flight,
             makes_prompts=player.makes_prompts,
         )
-        self._cancelled: list[GroupMetrics] = []  # of groups that were cancelled since the last record
+        self._cancelled: list[GroupMetrics] = []  # metrics of groups that were cancelled since the last record
         self._sampled_tokens: Counter[str] = Counter()  # by outcome
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[Group] = []
         self._flushing = False
-        self._newest_group: asyncio.Task[GroupMetrics] | None = None  # the group whose episodes ended last
+        self._newest_group: asyncio.Task[GroupMetrics] | None = None  # the group that ended last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
-        """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); leaves no prompt batch running."""
+        """Runs until the bus closes (raises BusClosed) or a prompt batch fails (raises its error); ends all batches."""
         prompt_batch = self._settings.batch_prompts
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -142,7 +143,7 @@ class RolloutLoop:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
 
     async def _begin(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
-        """Makes prompts and starts their batches; concurrently with later admissions if these need not wait."""
+        """Makes prompts and starts their batches; with `PromptAdmissions.go_on`, concurrently with later admissions."""
         admitted = self._admissions.prompts(admissions)
         launched = self._launch(admitted, tasks)
         if self._admissions.go_on:
@@ -151,10 +152,10 @@ class RolloutLoop:
             await launched
 
     async def _launch(self, admitted: Coroutine[Any, Any, Sequence[AdmittedPrompt]], tasks: asyncio.TaskGroup) -> None:
-        """Starts a prompt batch for each weight version that these prompts wait for.
+        """Starts one prompt batch per weight version of these prompts.
 
-        Each batch waits at the gate separately: an evaluation that holds other batches at the gate may wait for
-        a group that replaces a dropped group.
+        Each batch waits at the gate separately. Otherwise there could be a deadlock: an evaluation holds batches back
+        at the gate, and it may itself wait for a group that replaces a dropped group.
         """
         by_version: dict[int, list[AdmittedPrompt]] = defaultdict(list)
         for prompt in await admitted:
@@ -163,7 +164,7 @@ class RolloutLoop:
             start_in(tasks, self._sample(version, by_version[version], tasks))
 
     async def _sample(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
-        """Plays the groups of prompts of one weight version; each group is scored as soon as it has ended."""
+        """Plays the groups of prompts of one weight version, and scores each group as soon as the group has ended."""
         await self._gate(version)
         start = time.perf_counter()
         requests: list[StreamEnd] = []
@@ -187,10 +188,10 @@ class RolloutLoop:
         tasks: asyncio.TaskGroup,
         before: asyncio.Task[GroupMetrics] | None,
     ) -> GroupMetrics:
-        """Scores a group, makes its token tree and hands it to the bus.
+        """Scores a group, makes its token tree, and puts the group into the bus.
 
-        It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
-        group that came before this one.
+        The method runs in a separate task per group. Therefore a slow reward does not delay other groups or the engine.
+        ``before`` is the task of the previous group.
         """
         self._admissions.played(prompt, episodes)
         reward_s = await self._score(prompt, episodes)
@@ -200,7 +201,7 @@ class RolloutLoop:
         return GroupMetrics.of(episodes, reward_s=reward_s)
 
     def _give_up(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a cancelled group and their tokens, none of which is trained; logs its samples."""
+        """Counts the episodes and the untrained tokens of a cancelled group, and logs its samples."""
         self._prompts.release(prompt.uid)
         if episodes:
             self._sampled_tokens.update(token_accounts(episodes, None))
@@ -226,7 +227,7 @@ class RolloutLoop:
             values["tower_passes"] = max(request.tower_passes for request in requests)
             values["feature_mb"] = max(request.media_feature_bytes for request in requests) / 1e6
         if self._weight_update_handler is not None:
-            values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
+            values["aborts"] = self._weight_update_handler.aborts  # groups that were aborted since the loop began
         self._record(
             "rollout",
             max(played_figures.newest_version for played_figures in played),
@@ -234,7 +235,7 @@ class RolloutLoop:
         )
 
     async def _score(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> float:
-        """Scores the ended episodes of a group; returns the seconds that the rewards took."""
+        """Scores the ended episodes of a group; returns the time of the rewards in seconds."""
         began = time.perf_counter()
         folder = self._settings.media_folder
         await score_episodes(episodes, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
@@ -269,21 +270,21 @@ class RolloutLoop:
             tasks.create_task(self._flush())
 
     async def _flush(self) -> None:
-        """Puts all staged groups; groups staged meanwhile go with the next put, so a prompt batch costs one or two."""
+        """Puts all staged groups into the bus; a prompt batch needs one or two calls."""
         await asyncio.sleep(0)
         while self._staged:
             rows, self._staged = self._staged, []
             await self._bus.put(rows, timeout_s=self._settings.call_timeout_s)
-            for row in rows:  # from here on the bus keeps their images and videos
+            for row in rows:  # the bus now holds their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False
 
 
 def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
-    """Returns a function that gives the name of a data row's teacher.
+    """Returns a function that returns the name of a data row's teacher.
 
-    That is the only teacher if no column is set, and otherwise the column's value. The function raises `BadRow` for a
-    row that names none of the teachers.
+    Without algo.teacher_key, there is a single teacher for all rows. With this key, the row's value names the teacher,
+    and the function raises `BadRow` for an unknown teacher.
     """
     if not teachers.key:
         (only,) = teachers.models
@@ -292,7 +293,7 @@ def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
 
 
 def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) -> str:
-    """Returns the teacher that the data row names; raises `BadRow` with the row, its value and the known teachers."""
+    """Returns the teacher that the data row names. Raises `BadRow` if the row names no known teacher."""
     if key not in row:
         keys = ", ".join(sorted(row))
         text = f"{what}: no key {key!r}, which algo.teacher_key names; its keys are {keys}."
@@ -308,7 +309,7 @@ def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) 
 
 
 class ModalityTimes:
-    """Averages times in ms by modality and metric, over the prompts since the last call of `take`."""
+    """Averages times in ms by modality and metric over all prompts since the last `take`."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -320,7 +321,7 @@ class ModalityTimes:
         self._prompts[modality, figure] += 1
 
     def take(self) -> dict[str, float]:
-        """Returns each mean as "modality/video/encode_ms", with its number of prompts, and resets all of them."""
+        """Returns the means, such as "modality/video/encode_ms", with their numbers of prompts, and resets all sums."""
         values: dict[str, float] = {}
         for (modality, figure), prompts in sorted(self._prompts.items()):
             values[f"modality/{modality}/{figure}_ms"] = self._sums[modality, figure] / prompts
@@ -331,11 +332,12 @@ class ModalityTimes:
 
 
 class BadRows:
-    """Counts the drawn and the bad data rows of a rollout worker.
+    """Counts the drawn data rows of a rollout worker, and the bad rows among them.
 
-    ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows).
-    ``report`` is called with all named rows each time that a row is added to them. ``most_in_a_row`` is the limit of
-    consecutive rows with bad images or videos. ``media_reasons`` counts prompts with bad images or videos, by reason.
+    ``rows`` is the number of data rows. ``most`` is the share of rows that may be bad (data.max_bad_rows). The first
+    `NAMED_ROWS` bad rows are reported by name: ``report`` is called with all named rows each time that a row is added.
+    ``most_in_a_row`` is the limit of consecutive rows with bad images or videos. ``media_reasons`` counts prompts with
+    bad images or videos, by reason.
     """
 
     def __init__(self, *, rows: int, most: float, report: Report, most_in_a_row: int = 64) -> None:
@@ -350,16 +352,16 @@ class BadRows:
         self.media_reasons: Counter[str] = Counter()
 
     def draw(self, number: int) -> None:
-        """Counts a data row that is drawn, usable or not."""
+        """Counts a drawn data row, usable or bad."""
         if len(self._drawn) < self._rows:
             self._drawn.add(number)
 
     def use(self) -> None:
-        """Reports that the data row that was drawn last can be used."""
+        """Records that the newest drawn data row can be used."""
         self._media_in_a_row.clear()
 
     def leave_out(self, number: int, error: BadRow) -> None:
-        """Counts a drawn data row that cannot be used; raises ValueError if there are too many of them."""
+        """Counts a drawn data row that cannot be used; raises ValueError if too many rows are bad."""
         if isinstance(error, MediaError):
             self._count_media(error)
         if number in self._bad:
@@ -377,7 +379,7 @@ class BadRows:
             )
 
     def _count_media(self, error: MediaError) -> None:
-        """Counts a prompt with a bad item each time that it is drawn; raises ValueError for too many in a row."""
+        """Counts a prompt with a bad image or video; raises ValueError after too many consecutive bad prompts."""
         self.media_reasons[error.word] += 1
         self._media_in_a_row.append(error)
         if len(self._media_in_a_row) >= self._max_in_a_row:
@@ -393,10 +395,10 @@ class RolloutLoopSettings:
     """Holds the settings of a rollout loop.
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
-    worker, and ``alone`` is True if no other worker asks for admissions. The run ends after ``max_failed_groups``
-    groups in a row without one reward; None means no end. With ``in_order``, groups go to the bus in the order in which
-    their responses arrived, which is equal in every run. ``media_folder`` holds the files of encoded images and videos;
-    it is empty for a run on text.
+    worker. ``alone`` is True if the run has a single rollout worker. The run ends after ``max_failed_groups``
+    consecutive groups without any reward; None means no limit. With ``in_order``, groups are put into the bus in the
+    order in which their responses arrived, which is then equal in every run. ``media_folder`` stores the files of
+    encoded images and videos; it is empty for a run with text only.
     """
 
     seed: int
@@ -416,10 +418,11 @@ class RolloutLoopSettings:
 class PromptAdmissions:
     """Requests admissions from the bus and makes their prompts; `RolloutLoop` explains the parameters.
 
-    ``check_row`` raises `BadRow` for a data row (with its file and line) that its reward cannot score.
-    ``makes_prompts`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if
-    the next admissions need not wait until the images and videos of earlier admissions are encoded. They wait in a
-    run whose batches must be equal every time, where each is admitted one train step ahead anyway.
+    ``check_row`` raises `BadRow`, with file and line, for a data row that the row's reward cannot score.
+    ``makes_prompts`` is True if the player makes the prompts (env of several turns); then requests have no tokens yet.
+    ``go_on`` is True if the next admissions need not wait until the images and videos of earlier admissions are
+    encoded. In a run with equal batches every time (``in_order``, one worker) the next admissions wait; the wait costs
+    little, because admissions come one train step ahead.
     """
 
     def __init__(
@@ -449,7 +452,7 @@ class PromptAdmissions:
         self.go_on = encodes and not (settings.in_order and settings.alone)
 
     async def next(self) -> list[Admission]:
-        """Waits for admissions without a limit, because the trainer may be busy; the controller detects stalls."""
+        """Waits for admissions without a time limit, because the trainer may be busy; the controller detects stalls."""
         settings = self._settings
         while True:
             try:
@@ -460,19 +463,19 @@ class PromptAdmissions:
                 log.warning("waits on: %s", late)
 
     def prompts(self, admissions: Sequence[Admission]) -> Coroutine[Any, Any, list[AdmittedPrompt]]:
-        """Records these admissions at once, and returns the call that makes the prompts of their usable data rows.
+        """Records these admissions at once; returns a coroutine that makes the prompts of their usable data rows.
 
-        A data row that cannot be used ends its group with the reason. The next row replaces it at once, except
-        with ``go_on``. Therefore the prompt batches of a run that must be repeatable are equal in every run
-        with the same data and seed.
+        A group with a data row that cannot be used is dropped with a reason. Without ``go_on``, the next data row
+        replaces it at once. Therefore the prompt batches of a repeatable run are equal in every run with the same data
+        and seed.
         """
         self._flight.admit(admissions)
         return self._make(admissions)
 
     def played(self, prompt: AdmittedPrompt, episodes: Sequence[EpisodeRecord]) -> None:
-        """Counts a group whose episodes have ended; an env of several turns may have shown bad media.
+        """Counts a group after its episodes have ended; an env of several turns may have shown bad images or videos.
 
-        Raises ValueError if there are too many such rows.
+        Raises ValueError if too many rows are bad.
         """
         if self._makes_prompts:
             bad = next((episode.bad_media for episode in episodes if episode.bad_media is not None), None)
@@ -480,13 +483,13 @@ class PromptAdmissions:
                 self._bad_rows.use()
             else:
                 self._bad_rows.leave_out(prompt.number, bad)
-        elif prefill_ms := episodes[0].turns[0].response.prefill_ms:  # SGLang does not report it
+        elif prefill_ms := episodes[0].turns[0].response.prefill_ms:  # SGLang does not report this time
             self.figures.add(prompt.modality, "prefill", prefill_ms)
 
     def media_metrics(self) -> dict[str, float]:
-        """Returns how many items were encoded and how many prompts had bad items since the run began, by reason.
+        """Returns metrics of images and videos: the encoded items, and the prompts with bad items by reason.
 
-        The times by modality cover the time since the last call.
+        The counts cover the whole run. The times by modality cover the time since the last call.
         """
         if self._prompts.items is None:
             return {}
@@ -515,21 +518,21 @@ class PromptAdmissions:
                 else:
                     left_out += 1
                     await self.leave_out(admission.index, number, prompt)
-            # A concurrent call may have taken the credit, and these prompts must not wait for it.
+            # With `go_on`, a concurrent call may have used the credit, and these prompts must not wait.
             replace = left_out > 0 and self._settings.alone and not self.go_on
             admissions = await self._admit_without_waiting(left_out) if replace else ()
             self._flight.admit(admissions)
         return prompts
 
     async def leave_out(self, index: int, number: int, error: BadRow) -> None:
-        """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
+        """Drops the group of a data row that cannot be used; raises ValueError if too many rows are bad."""
         self._flight.end(index)
         self._prompts.release(group_uid(index))
         await self._bus.drop(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
 
     async def _admit_without_waiting(self, count: int) -> Sequence[Admission]:
-        """Returns no admission if the bus wants no more groups: a group that over-sampling ended leaves no credit."""
+        """Returns up to ``count`` admissions; none without a credit, for example if over-sampling ended the groups."""
         try:
             return await self._bus.admit(count, worker=self._settings.worker, timeout_s=AGAIN_S)
         except BusTimeout:

@@ -1,4 +1,4 @@
-"""The sampling parameters of a run, for training and for evaluation."""
+"""Derives the sampling parameters of training and evaluation from the configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 
 
 def training_sampling(config: RelaxConfig, tokenizer: PromptTokenizer) -> SamplingParams:
-    """Returns the parameters of training: a group of samples per prompt with the settings of ``rollout``."""
+    """Returns the parameters of training: a group of samples per prompt, with the settings of ``rollout``."""
     rollout = config.rollout
     return SamplingParams(
         n=config.algo.group_size,
@@ -26,7 +26,7 @@ def training_sampling(config: RelaxConfig, tokenizer: PromptTokenizer) -> Sampli
 
 
 def evaluation_sampling(config: RelaxConfig, tokenizer: PromptTokenizer) -> SamplingParams:
-    """Returns the parameters of evaluation: greedy unless ``eval.temperature`` is set; top-p, top-k, min-p are off."""
+    """Returns the parameters of evaluation: greedy unless ``eval.temperature`` is set; no top-p, top-k and min-p."""
     return SamplingParams(
         n=config.eval.samples,
         max_new_tokens=config.rollout.max_new_tokens,

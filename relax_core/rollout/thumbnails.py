@@ -1,4 +1,4 @@
-"""Writes a run's media items as small pictures, for people who inspect its prompts or samples."""
+"""Writes small pictures of a run's media items, for people who inspect prompts or samples."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.data.media.played_files import KeptRate
 
 log = logging.getLogger(__name__)
-THUMBNAILS = "thumbnails"  # their folder in the run's folder
-MOST, SIDE = 16, 160  # number of files, and their longest side in pixels
-FRAMES = 4  # frames of a video, shown side by side
-PICTURE_SIDE, QUALITY, PICTURE_SUFFIX = 320, 80, ".jpg"  # of the pictures of samples
+THUMBNAILS = "thumbnails"  # folder of the thumbnails in the run's folder
+MOST, SIDE = 16, 160  # number of files, and the longest side of a picture in pixels
+FRAMES = 4  # frames of a video that a picture shows side by side
+PICTURE_SIDE, QUALITY, PICTURE_SUFFIX = 320, 80, ".jpg"  # settings of the pictures of samples
 
 
 class Thumbnails:
-    """Writes small pictures of items, each in a thread.
+    """Writes small pictures of media items; each picture is written in a thread.
 
-    The first ``first`` items become PNGs in ``folder``, whose names begin with the item's number. With
-    ``pictures``, items become JPEGs in that folder, named by digest: all early items and some later items, so that
-    it costs a run at most 1% of a core and some 100 MB.
+    The first ``first`` items are written as PNG files to ``folder``; the file names begin with the item's number. With
+    the folder ``pictures``, items are written there as JPEG files, named by digest: all early items and a part of the
+    later items. This costs a run at most 1% of a core and some 100 MB.
     """
 
     def __init__(self, folder: Path, media_folder: Path, *, first: int = MOST, pictures: Path | None = None) -> None:
@@ -33,7 +33,7 @@ class Thumbnails:
         self._count, self._rate = 0, KeptRate()
 
     def add(self, item: MediaItem) -> None:
-        """Starts to write the pictures of an item, if it gets any; its file must exist."""
+        """Starts to write the pictures of an item, if the item is chosen; the item's file must exist."""
         wanted: list[tuple[Path, int]] = []
         if self._count < self._first:
             wanted.append((self._folder / f"{self._count:02d}-{item.kind}-{item.digest[:8]}.png", SIDE))
@@ -43,7 +43,7 @@ class Thumbnails:
             if not picture.exists() and self._rate.takes():
                 wanted.append((picture, PICTURE_SIDE))
         if wanted:
-            tensors = self._reader.tensors(item)  # the pages stay mapped if the file is removed meanwhile
+            tensors = self._reader.tensors(item)  # the pages stay mapped after the file is removed
             frames = tensors["frames"] if "frames" in tensors else _spectrogram(tensors["features"])
             threading.Thread(target=_write, args=(frames, wanted), daemon=True, name="thumbnail").start()
 
@@ -70,7 +70,7 @@ def _save(frames: np.ndarray, wanted: list[tuple[Path, int]]) -> None:
 
 
 def _spectrogram(features: np.ndarray) -> np.ndarray:
-    """Returns a sound's features as a picture with high frequencies at the top, uint8 ``[1, mel bins, frames, 3]``."""
+    """Returns a sound's features as a picture, high frequencies at the top, uint8 ``[1, mel bins, frames, 3]``."""
     least, most = float(features.min()), float(features.max())
     grey = (255 * (features[::-1] - least) / max(most - least, 1e-6)).astype(np.uint8)
     return np.repeat(grey[None, :, :, None], 3, axis=3)

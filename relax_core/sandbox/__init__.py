@@ -1,5 +1,5 @@
-"""Runs Python code that a model wrote, and worker processes, in a bubblewrap sandbox; it imports nothing else of Relax.
+"""Runs Python code of a model, and worker processes, in a bubblewrap sandbox; imports no other package of Relax.
 
-Start reading in `run_code.py`; `inside_sandbox.py` is the program inside its sandbox, and `worker_sandbox.py` the
-sandbox of isolated rewards.
+Start reading in `run_code.py`. `inside_sandbox.py` is the program that runs inside the sandbox of a model's code.
+`worker_sandbox.py` is the sandbox of isolated rewards.
 """

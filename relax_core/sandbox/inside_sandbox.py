@@ -1,8 +1,8 @@
-"""Program inside the sandbox: it limits itself and runs the code from stdin.
+"""The program inside the sandbox: it sets limits for itself and runs the code from stdin.
 
-It is passed to the interpreter as text, because the sandbox has no files of Relax. Its arguments are the limits (CPU
-seconds, bytes of memory, processes, bytes of a file) and the descriptor of a socket. Through the socket the owner
-receives /tmp when the sandbox is up, and counts the files there.
+The interpreter gets this program as text, because the sandbox has no files of Relax. The arguments are the limits (CPU
+seconds, bytes of memory, processes, bytes of a file) and the descriptor of a socket. Through the socket, the program
+sends a descriptor of /tmp to the process outside, which counts the files in /tmp.
 """
 
 import os
@@ -11,13 +11,13 @@ import socket
 import sys
 from types import TracebackType
 
-NAME = "code.py"  # file name of the code in errors
+NAME = "code.py"  # file name of the code in error messages
 
 
 def limit(kind: int, value: int, *, grace: int = 0) -> None:
-    """Sets a limit that the process cannot raise again, or keeps the present limit if that is lower.
+    """Sets a limit that the process cannot raise again; a lower present limit is kept.
 
-    ``grace`` is the distance from the soft limit, which sends a signal, to the hard limit.
+    ``grace`` is the difference between the hard limit and the soft limit, which sends a signal.
     """
     most = resource.getrlimit(kind)[1]
     wanted = [value, value + grace] if value != resource.RLIM_INFINITY else [most, most]
@@ -27,7 +27,7 @@ def limit(kind: int, value: int, *, grace: int = 0) -> None:
 
 
 def tell(error: BaseException, where: TracebackType | None, source: str) -> None:
-    """Prints an error with the source lines of the code, as Python does for a file."""
+    """Prints an error with the source lines of the code, as Python does for a code file."""
     import linecache
     import traceback
 
@@ -36,14 +36,14 @@ def tell(error: BaseException, where: TracebackType | None, source: str) -> None
 
 
 def main() -> None:
-    """Runs the code as ``__main__``; an error in it is printed without the lines of this program."""
+    """Runs the code as ``__main__``; prints an error of the code without the stack frames of this program."""
     cpu_s, memory_bytes, processes, file_bytes, ready = map(int, sys.argv[1:])
     source = sys.stdin.buffer.read().decode()
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # the soft limit sends SIGXCPU, the hard limit kills
+    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # the soft limit sends SIGXCPU, and the hard limit kills
     limit(resource.RLIMIT_FSIZE, file_bytes)
-    limit(resource.RLIMIT_NOFILE, 64)  # a pipe or a pair of sockets has up to 208 KiB of buffers
-    limit(resource.RLIMIT_SIGPENDING, 64)  # timers and queued signals
+    limit(resource.RLIMIT_NOFILE, 64)  # each pipe or socket pair has up to 208 KiB of buffers
+    limit(resource.RLIMIT_SIGPENDING, 64)  # also limits timers
     limit(resource.RLIMIT_MSGQUEUE, 0)
     limit(resource.RLIMIT_NPROC, processes)
     limit(resource.RLIMIT_AS, memory_bytes)

@@ -30,15 +30,15 @@ from relax_core.sandbox.bwrap_command import (
 )
 from relax_core.sandbox.control_group import ControlGroup, make_control_group
 
-_UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to short-lived services and never to a person
+_UNUSED_UIDS = range(65519, 61183, -1)  # systemd uses these ids for short-lived services and never for a person
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
-_START_S = 30.0  # limit for the start of the sandbox and its interpreter, before the code's time begins
-_CHECK_S = 0.1  # between two checks of the memory and the files
+_START_S = 30.0  # limit for the start of the sandbox with its interpreter; the code's time begins after it
+_CHECK_S = 0.1  # seconds between two checks of memory and files
 _OWN_MIB = 32  # memory of bubblewrap and kernel objects in a control group
-_OWN_PROCESSES = 4  # processes of bubblewrap, and the process that enters the group
+_OWN_PROCESSES = 4  # processes of bubblewrap and the process that enters the group
 _END_S = 10.0
 _READ_BYTES = 1 << 16
-_SIGNAL_EXIT = 128  # bwrap exits with this and the number of the signal that ended the program
+_SIGNAL_EXIT = 128  # bwrap's exit code is this number plus the signal that ended the program
 
 Ended = Literal["exit", "wall_time", "cpu_time", "memory", "files", "output"]
 
@@ -47,9 +47,10 @@ Ended = Literal["exit", "wall_time", "cpu_time", "memory", "files", "output"]
 class CodeLimits:
     """Holds the limits of one run of code.
 
-    ``wall_s`` and ``cpu_s`` are seconds. ``memory_mib`` limits each process and all of them together. ``disk_mib``
-    limits /tmp, the only place to write, and each file in it; ``files`` is the largest number of files, folders and
-    links there. ``output_bytes`` limits the output.
+    ``wall_s`` and ``cpu_s`` are seconds; ``cpu_s`` limits each process. ``memory_mib`` limits each process, and also
+    all processes together. ``processes`` is the largest number of processes. ``disk_mib`` limits /tmp, the only
+    writable folder, and each file in it. ``files`` is the largest number of files, folders and links in /tmp.
+    ``output_bytes`` limits the output.
     """
 
     wall_s: float = 10.0
@@ -63,10 +64,10 @@ class CodeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeResult:
-    """Holds the result of a run: how it ended, its exit code, its output, and its duration in seconds.
+    """Holds the result of a run of code.
 
-    ``ended`` is "exit", or the limit that ended it. ``exit_code`` is negative for a signal. ``output`` holds stdout and
-    stderr in the order in which they were written, cut at the limit.
+    ``ended`` is "exit", or the limit that ended the run. ``exit_code`` is negative for a signal. ``output`` has stdout
+    and stderr, mixed in the order of the writes, cut at the limit. ``seconds`` is the duration.
     """
 
     ended: Ended
@@ -76,7 +77,7 @@ class CodeResult:
 
 
 def run_code(code: str, limits: CodeLimits) -> CodeResult:
-    """Returns the result of Python code in the sandbox. Raises `SandboxRefused` if the sandbox does not start."""
+    """Runs Python code in the sandbox. Raises `SandboxRefused` if the sandbox does not start."""
     uid = _unused_uid() if os.getuid() == 0 else None
     python = _interpreter(uid)
     below = [] if python.is_relative_to("/usr") else [Path(sys.base_prefix).resolve()]
@@ -95,16 +96,16 @@ def run_code(code: str, limits: CodeLimits) -> CodeResult:
 
 
 def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
-    """Returns the result of Python code in a plain child process, with this process's access to files.
+    """Runs Python code in a plain child process, with this process's access to files.
 
-    The limits apply to each process of the code, but the number of processes is not limited, and a process that leaves
-    the code's session continues after the end.
+    The numbers of processes and files are not limited; the other limits apply. A process that leaves the code's session
+    continues after the end.
     """
     return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY, files=sys.maxsize))
 
 
 def try_sandbox() -> None:
-    """Runs one line of code in the sandbox. Raises `SandboxRefused`, with the fix, if the machine cannot run it."""
+    """Tries the sandbox with one line of code. Raises `SandboxRefused`, with the fix, if the sandbox cannot run."""
     result = run_code("print(6 * 7)", CodeLimits())
     if result.output != "42\n":
         raise SandboxRefused(
@@ -114,7 +115,7 @@ def try_sandbox() -> None:
 
 @cache
 def _unused_uid() -> int:
-    """Returns a user id without an account and without processes: the kernel does not count the processes of root."""
+    """Returns a user id without account and processes; a process limit has no effect for root."""
     used = {account.pw_uid for account in pwd.getpwall()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -125,7 +126,7 @@ def _unused_uid() -> int:
 
 @cache
 def _interpreter(uid: int | None) -> Path:
-    """Returns a Python interpreter that the sandbox's user may run: this process's, or else the system's."""
+    """Returns a Python interpreter that the sandbox's user may run: of this process, or else of the system."""
     own = Path(sys.executable).resolve()
     for python in (own, Path("/usr/bin/python3")):
         if python.exists() and (uid is None or _open_to_others(python)):
@@ -137,14 +138,15 @@ def _interpreter(uid: int | None) -> Path:
 
 
 def _as_user(uid: int | None) -> list[str]:
-    """Returns the command prefix that switches to this user; empty for None.
+    """Returns a command prefix that switches to this user; empty for None.
 
-    A program switches the user, because Popen would copy all of this process's page tables for it: 10 ms with torch.
+    The program setpriv switches the user, because with Popen's own switch, the kernel would copy all page tables of
+    this process, which takes 10 ms with torch.
     """
     if uid is None:
         return []
     if (program := shutil.which("setpriv", path=_SYSTEM_PATH)) is None:
-        raise SandboxRefused("the sandbox needs setpriv, and the system has none: apt-get install util-linux.")
+        raise SandboxRefused("the sandbox needs setpriv, and setpriv is not installed: apt-get install util-linux.")
     return [program, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
 
 
@@ -160,7 +162,7 @@ def _run(
     inherited: tuple[int, ...] = (),
     group: ControlGroup | None = None,
 ) -> CodeResult:
-    """Runs the program of `inside_sandbox.py` with the command prefix ``command``, which inherits ``inherited``."""
+    """Runs the program `inside_sandbox.py` after the prefix ``command``; the process inherits ``inherited``."""
     program = Path(__file__).with_name("inside_sandbox.py").read_text(encoding="utf-8")
     given = [limits.cpu_s, limits.memory_mib * MIB, limits.processes, limits.disk_mib * MIB]
     with ExitStack() as stack:
@@ -191,7 +193,7 @@ def _run(
         finally:
             _end(process)
         seconds = time.monotonic() - began
-        _comes(ready.fileno(), limit_s=_END_S)  # until the sandbox's first process ends, which holds this socket, too
+        _comes(ready.fileno(), limit_s=_END_S)  # for the end of the sandbox's first process, which also has this socket
     exit_code = process.returncode
     if _SIGNAL_EXIT < exit_code <= _SIGNAL_EXIT + signal.NSIG:
         exit_code = _SIGNAL_EXIT - exit_code
@@ -203,9 +205,9 @@ def _run(
 
 
 def _disk(ready: socket.socket, process: subprocess.Popen[bytes], stack: ExitStack) -> int:
-    """Waits for the interpreter in the sandbox and returns a descriptor of its /tmp, open until the end of ``stack``.
+    """Waits for the start of the interpreter; returns a descriptor of its /tmp, open until the end of ``stack``.
 
-    Raises `SandboxRefused` if it does not start.
+    Raises `SandboxRefused` if the interpreter does not start.
     """
     if _comes(ready.fileno(), limit_s=_START_S):
         said, descriptors, _, _ = socket.recv_fds(ready, 1, 1)
@@ -219,7 +221,7 @@ def _disk(ready: socket.socket, process: subprocess.Popen[bytes], stack: ExitSta
 
 
 def _comes(descriptor: int, *, limit_s: float) -> bool:
-    """Returns whether data or end-of-file can be read from a descriptor within ``limit_s`` seconds."""
+    """Waits up to ``limit_s`` seconds; returns True if data or end-of-file can be read from a descriptor."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, limit_s) * 1e3))
@@ -228,7 +230,7 @@ def _comes(descriptor: int, *, limit_s: float) -> bool:
 def _output(
     process: subprocess.Popen[bytes], limits: CodeLimits, *, over: Callable[[], Ended | None], until: float
 ) -> tuple[bytes, Ended]:
-    """Returns the output of a process until it ends or reaches a limit, and how it ended."""
+    """Reads the output of a process until its end or a limit; returns the output and how the process ended."""
     assert process.stdout is not None
     printed = process.stdout.fileno()
     received = bytearray()
@@ -240,7 +242,7 @@ def _output(
                 return bytes(received), limit
         if not _comes(printed, limit_s=min(until, next_check) - now):
             if process.poll() is not None:
-                return bytes(received), "exit"  # without the sandbox, a process in its own session still has the pipe
+                return bytes(received), "exit"  # without the sandbox, a detached process may keep the pipe open
             continue
         if not (part := os.read(printed, _READ_BYTES)):
             with suppress(subprocess.TimeoutExpired):
@@ -254,7 +256,7 @@ def _output(
 
 
 def _over(pid: int, disk: int, limits: CodeLimits, group: ControlGroup | None) -> Ended | None:
-    """Returns the limit of memory or files that the processes below ``pid`` have exceeded, or None."""
+    """Returns "memory" or "files" if process ``pid`` and its descendants exceed this limit, else None."""
     tmp = os.fstatvfs(disk)
     if tmp.f_files - tmp.f_ffree > limits.files:
         return "files"
@@ -264,7 +266,7 @@ def _over(pid: int, disk: int, limits: CodeLimits, group: ControlGroup | None) -
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process with its process group; when bwrap's process ends, the kernel kills the whole sandbox."""
+    """Kills a process and its process group. When bwrap's process ends, the kernel kills the whole sandbox."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_END_S)
@@ -275,7 +277,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _memory_bytes(pid: int) -> int:
     """Returns the memory of a process and all its descendants in bytes, without pages of files.
 
-    Swapped memory and page tables count. In a control group the kernel counts its other objects, too.
+    The result includes swapped memory and page tables. Only a control group also counts other kernel memory.
     """
     used = 0
     with suppress(FileNotFoundError, ProcessLookupError):

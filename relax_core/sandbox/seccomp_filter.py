@@ -1,6 +1,6 @@
-"""Builds the seccomp filter of the sandbox: system calls that model-written programs do not need fail with EPERM.
+"""Builds the seccomp filter of the sandbox: system calls that a model's programs do not need fail with EPERM.
 
-The filter is a program of the kernel's classic packet filter (linux/filter.h); `man 2 seccomp` describes its input.
+The filter is a program for the kernel's classic packet filter (linux/filter.h); `man 2 seccomp` describes the input.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import cache
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_DONE = _ERROR  # an error of number 0: the call returns 0 and does nothing
-_X32 = 0x40000000  # the bit in the numbers of x86-64's x32 system calls
+_DONE = _ERROR  # the error number 0: the call returns 0 and does nothing
+_X32 = 0x40000000  # this bit is set in the numbers of x32 system calls (x86-64)
 _NONE = -1  # the number of a system call that a processor does not have
 # CLONE_NEWTIME | NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 _NEW_NAMESPACES = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-_SHARED_ANONYMOUS = 0x01 | 0x20  # MAP_SHARED, which MAP_SHARED_VALIDATE includes, and MAP_ANONYMOUS
+_SHARED_ANONYMOUS = 0x01 | 0x20  # MAP_SHARED | MAP_ANONYMOUS; MAP_SHARED_VALIDATE includes MAP_SHARED
 _AF_UNIX = 1
 
-# name → its number on x86-64 and on arm64
+# name of a system call → its numbers on x86-64 and arm64
 REFUSED = {
     # keys of the kernel
     "keyctl": (250, 219),
@@ -58,7 +58,7 @@ REFUSED = {
     "setns": (308, 268),
     "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
-    # programs in the kernel, and parts of it with a history of vulnerabilities
+    # programs in the kernel, and parts of the kernel with a history of vulnerabilities
     "bpf": (321, 280),
     "seccomp": (317, 277),
     "perf_event_open": (298, 241),
@@ -89,7 +89,7 @@ REFUSED = {
     "syslog": (103, 116),
     "iopl": (172, _NONE),
     "ioperm": (173, _NONE),
-    # memory that belongs to no process, so that no limit of a process counts it
+    # memory that belongs to no process, so limits of processes do not include it
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -98,11 +98,11 @@ REFUSED = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
-    "vmsplice": (278, 75),  # a pipe keeps pages after the process has freed them
+    "vmsplice": (278, 75),  # a pipe keeps pages that the process has freed
     "splice": (275, 76),
     "tee": (276, 77),
     "io_setup": (206, 0),
-    "epoll_create": (213, _NONE),  # a watch stays when its descriptor is closed; Python uses poll instead
+    "epoll_create": (213, _NONE),  # a watch stays after its descriptor is closed; Python can use poll
     "epoll_create1": (291, 20),
     "inotify_init": (253, _NONE),
     "inotify_init1": (294, 26),
@@ -112,29 +112,30 @@ REFUSED = {
     "fsetxattr": (190, 7),
     "setxattrat": (463, 463),
     "landlock_create_ruleset": (444, 444),
-    # sockets: there is no network, and a queue of connections keeps the data of closed sockets
+    # sockets: the sandbox has no network, and a connection queue keeps the data of closed sockets
     "socket": (41, 198),
     "bind": (49, 200),
     "listen": (50, 201),
-    "setsockopt": (54, 208),  # it raises the limit of a buffer
+    "setsockopt": (54, 208),  # could raise the limit of a buffer
 }
 CLONE = (56, 220)
-CLONE3 = (435, 435)  # its flags are in memory that a filter cannot read: ENOSYS makes libraries use clone
+CLONE3 = (435, 435)  # a filter cannot read its flags in memory; after ENOSYS, libraries use clone
 MMAP = (9, 222)
 SOCKETPAIR = (53, 199)
 FCNTL = (72, 25)
 FLOCK = (73, 32)
 IOCTL = (16, 29)
-# A lock takes memory that no limit counts, and could block a file of /usr for programs outside. No other program uses
-# the sandbox's own files, so a lock call succeeds without an effect, and programs such as sqlite run.
+# A lock uses memory that no limit includes, and could block a file of /usr for programs outside. Programs such as
+# sqlite need locks, but no other program uses the sandbox's own files. So a lock call succeeds without an effect.
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _REFUSED_FCNTL = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
-# A device's mode may be changed by its owner, which is the worker if it runs as root; devices cannot be read-only.
+# A worker that runs as root owns the devices and could change their modes; devices cannot be mounted read-only.
 MODES = {"chmod": (90, _NONE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
-_REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type on a terminal
+_REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX write input to a terminal
 
 
-# Also refused to a process that scores one answer: creating processes, programs and files, reaching other processes.
+# Also refused to a process of `answer_process`: to create processes, to run programs, to create or change files, and to
+# affect other processes.
 ANSWER_REFUSED = {
     "fork": (57, _NONE),
     "vfork": (58, _NONE),
@@ -185,7 +186,7 @@ _TO_WRITE = 0x01 | 0x02 | 0x40 | 0x200  # O_WRONLY | O_RDWR | O_CREAT | O_TRUNC
 
 @dataclass(frozen=True)
 class Architecture:
-    """Holds a supported processor: the kernel's number for it, and its column in the tables above."""
+    """Holds a supported processor: its number ``audit`` in the kernel, and its ``column`` in the tables above."""
 
     audit: int
     column: int
@@ -198,7 +199,7 @@ ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(
 def seccomp_filter(*, keep_modes: bool) -> bytes:
     """Returns the filter for this machine as an array of struct sock_filter, for ``bwrap --seccomp``.
 
-    With ``keep_modes`` a call that changes a file's mode succeeds without an effect.
+    With ``keep_modes``, calls that change a file's mode succeed without an effect.
 
     Raises RuntimeError on an unsupported processor.
     """
@@ -220,19 +221,19 @@ def seccomp_filter(*, keep_modes: bool) -> bytes:
 
 @cache
 def answer_filter() -> bytes:
-    """Returns the additional filter of a process that scores one answer, in the format of `seccomp_filter`."""
+    """Returns the additional filter for a process of `answer_process`, in the format of `seccomp_filter`."""
     column = _column()
     refuse = _line(_RETURN, _ERROR | errno.EPERM)
     lines = _for_all(ANSWER_REFUSED, column, refuse)
     for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
         if numbers[column] != _NONE:
             lines += _for_call(numbers[column], [_argument(flags), _line(_JUMP_ANY_BIT, _TO_WRITE, no=1), refuse])
-    lines += _for_call(PRLIMIT[column], [_argument(0), _line(_JUMP_EQUAL, 0, yes=1), refuse])  # only its own limits
+    lines += _for_call(PRLIMIT[column], [_argument(0), _line(_JUMP_EQUAL, 0, yes=1), refuse])  # 0: the calling process
     return _program(lines, column)
 
 
 def _column() -> int:
-    """Returns the column of this machine's processor in the tables."""
+    """Returns the tables' column for this machine's processor."""
     machine = platform.machine()
     if (architecture := ARCHITECTURES.get(machine)) is None:
         known = ", ".join(ARCHITECTURES)
@@ -241,7 +242,7 @@ def _column() -> int:
 
 
 def _program(lines: list[bytes], column: int) -> bytes:
-    """Returns a complete filter; calls of another architecture kill the process, and calls of x32 fail."""
+    """Returns a complete filter: calls of another architecture kill the process, and calls of x32 fail."""
     audit = next(architecture.audit for architecture in ARCHITECTURES.values() if architecture.column == column)
     before = [
         _line(_LOAD, _ARCHITECTURE),
@@ -256,25 +257,25 @@ def _program(lines: list[bytes], column: int) -> bytes:
 
 
 def _for_all(table: Mapping[str, tuple[int, int]], column: int, result: bytes) -> list[bytes]:
-    """Returns the instructions that give one result for every system call of a table."""
+    """Returns the instructions that return ``result`` for every system call of a table."""
     return [line for both in table.values() if both[column] != _NONE for line in _for_call(both[column], [result])]
 
 
 def _for_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Returns the instructions for one system call; it is allowed unless ``body`` refuses it."""
+    """Returns the instructions for one system call; the call is allowed if ``body`` returns no result."""
     return [_line(_JUMP_EQUAL, number, no=len(body) + 1), *body, _line(_RETURN, _ALLOW)]
 
 
 def _for_values(values: tuple[int, ...], result: bytes) -> list[bytes]:
-    """Returns the instructions that give a result if the loaded argument is one of these values."""
+    """Returns the instructions that return ``result`` if the loaded argument is one of these values."""
     return [line for value in values for line in (_line(_JUMP_EQUAL, value, no=1), result)]
 
 
 def _argument(number: int) -> bytes:
-    """Returns the instruction that loads the lower half of an argument, which is first on both processors."""
+    """Returns the instruction that loads the lower half of an argument; both processors store the lower half first."""
     return _line(_LOAD, _ARGUMENTS + 8 * number)
 
 
 def _line(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """Returns an instruction; ``yes`` and ``no`` are the numbers of instructions that a jump skips."""
+    """Returns an instruction; ``yes`` and ``no`` are the numbers of instructions that a jump skips in each case."""
     return struct.pack("=HBBI", code, yes, no, value)

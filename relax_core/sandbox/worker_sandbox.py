@@ -1,7 +1,8 @@
 """Builds the sandbox of a Relax worker process, such as the worker of isolated rewards.
 
-The process keeps the outer user id, so that it can read an interpreter that only root or this user can read. The id
-gives it no further access: it has no capabilities, sees the machine's files read-only, and sees no secrets.
+Outside the sandbox, the process has the user id of the run, so that it can read an interpreter that only root or this
+user can read. The id gives no further access: the process has no capabilities, sees the machine's files read-only, and
+sees no secrets.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from pathlib import Path
 from relax_core.sandbox.bwrap_command import SandboxRefused, bwrap_command, filter_descriptor, refusal
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The visible folders of a checkout, which may also hold runs; an installed Relax is a normal package.
+# Only these folders of a checkout are visible, because a checkout may contain runs. An installed Relax is a package.
 _CODE = ("relax_core", "rewards")
 _PACKAGES = ("site-packages", "dist-packages")
 _VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # inherited variables; no secrets
-_UID = "1000"  # not 65534, the owner of other users' files inside
+_UID = "1000"  # not 65534, which owns other users' files in the sandbox
 _DISK_MIB = 64
 _START_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSandbox:
-    """Holds the paths that a worker process sees in addition to the interpreter, its packages and Relax's code.
+    """Holds the paths that a worker process can read in addition to the interpreter, packages and Relax's code.
 
-    ``read_only`` are paths that it may read. ``imports`` are packages and modules, as paths, that it may import.
+    ``read_only`` are files and folders. ``imports`` are paths of packages and modules that the process may import.
     """
 
     read_only: tuple[Path, ...] = ()
     imports: tuple[Path, ...] = ()
 
     def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
-        """Returns the prefix of the interpreter's command, and a descriptor that the process must inherit.
+        """Returns a prefix for the interpreter's command, and a descriptor that the process must inherit.
 
-        The descriptor is open until the end of ``stack``. Raises `SandboxRefused` if there is no bubblewrap.
+        The descriptor is open until the end of ``stack``. Raises `SandboxRefused` if bubblewrap is not installed.
         """
         packages = _package_folders()
         above = [str(path.parent) for path in self.imports]
         environment = {
             "PATH": "/usr/bin:/bin",
-            "HOME": str(Path.home()),  # libraries look for data there; `read_only` has the needed paths
+            "HOME": str(Path.home()),  # libraries search for data there; `read_only` has the needed paths
             "LANG": "C.UTF-8",
             **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *map(str, packages), *above]),
@@ -61,7 +62,7 @@ class WorkerSandbox:
 
 @cache
 def worker_refusal() -> str:
-    """Returns why this machine cannot run the sandbox of a worker, with the fix, or an empty text if it can."""
+    """Returns why this machine cannot run the sandbox of a worker, with the fix; empty if the machine can."""
     with ExitStack() as stack:
         try:
             words, seccomp = WorkerSandbox().command(stack, variables={})
@@ -83,7 +84,7 @@ def worker_refusal() -> str:
 
 
 def _interpreter() -> list[Path]:
-    """Returns the paths of the interpreter and its library, as named and with links resolved."""
+    """Returns the paths of the interpreter and its library, with links and with resolved links."""
     found = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     hop = Path(sys.executable)
     while True:
@@ -95,12 +96,12 @@ def _interpreter() -> list[Path]:
 
 
 def _package_folders() -> list[Path]:
-    """Returns the folders of installed packages. Other folders on sys.path are the user's and may hold anything."""
+    """Returns the folders of installed packages. Other folders on sys.path are the user's and may hold any files."""
     return [Path(entry) for entry in sys.path if Path(entry).name in _PACKAGES and Path(entry).is_dir()]
 
 
 def _needed(paths: Sequence[Path]) -> list[Path]:
-    """Returns the existing paths that lie neither below another of them nor in /usr, sorted for mounting."""
+    """Returns the existing paths without paths in /usr or below another path, sorted for mounting."""
     found: list[Path] = []
     for path in sorted({path for path in paths if path.exists()}, key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(above) for above in (Path("/usr"), *found)):

@@ -1,4 +1,5 @@
-"""HTTP servers: a run's gateway, which scales engines and stops the run, and the dashboard, which only reads runs.
+"""Contains two HTTP servers: the gateway of a run and the dashboard.
 
-It imports neither Ray nor torch. Start reading in `page_routes.py` and `order_routes.py`; the page is in ``static/``.
+The gateway scales engines and stops the run. The dashboard only reads runs. This package imports neither Ray nor torch.
+Start reading in `page_routes.py` and `order_routes.py`. The web page is in ``static/``.
 """

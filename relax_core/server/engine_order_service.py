@@ -1,8 +1,9 @@
-"""Answers the gateway's requests in the run's controller: queries of the order book, and new orders.
+"""Answers the gateway's requests in the run's controller: queries of orders and engines, and new orders.
 
-The supervisor makes a pair of sockets and gives one end to each gateway that it starts and the other end to each
-controller that it forks. So no other process can reach them, and either side may die. A request is one datagram with a
-socket for its response, so it is never read in parts. A request is not executed if the requester has left.
+The supervisor creates a pair of sockets. Each gateway that it starts inherits one end, and each controller that it
+forks inherits the other end. So other processes cannot connect, and a restarted gateway or controller uses the same
+pair. A request is one datagram, so it is never read partially. The datagram carries a socket for the response. If the
+requester has closed this socket, the request is not executed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Names one of `CALLS` and its arguments, which the gateway has checked."""
+    """Holds the name of one of `CALLS` and its arguments. The gateway has already checked the arguments."""
 
     call: str
     given: dict[str, Any]
@@ -55,7 +56,7 @@ class Request(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Holds an HTTP response; ``body`` is encoded as JSON."""
+    """Holds an HTTP response. ``body`` is encoded as JSON."""
 
     body: Any
     status: int = 200
@@ -66,16 +67,16 @@ _request = msgspec.json.Decoder(Request)
 
 
 class EngineOrderService:
-    """Accepts orders within the limits of the run, and refuses others with the reason.
+    """Accepts orders within the limits of the run, and refuses all other orders with a reason.
 
-    ``room`` is the plan's estimate for further engines, None if it is not known.
+    ``room`` is the plan's estimate for further engines, or None if unknown.
     """
 
     def __init__(self, order_store: EngineOrderStore, limits: Limits, room: EngineRoom | None) -> None:
         self._order_store, self._limits, self._room = order_store, limits, room
 
     def answer(self, request: bytes) -> bytes:
-        """Returns the JSON of the `Answer` to a `Request`; any thread may call it."""
+        """Returns the JSON of the `Answer` to a `Request`. Any thread may call this method."""
         asked = _request.decode(request)
         assert asked.call in CALLS
         try:
@@ -102,7 +103,7 @@ class EngineOrderService:
         return Answer(body=order or self._order_store.place("stop", {}), status=202)
 
     def engines(self) -> dict[str, Any]:
-        """Returns the engines that the run has or had."""
+        """Returns all present and earlier engines of the run."""
         return {"engines": self._order_store.engines()}
 
     def engine(self, name: str) -> EngineRow:
@@ -114,7 +115,7 @@ class EngineOrderService:
 
     # -- orders for engines -------------------------------------------------------------------------------------------
     def scale_out(self, body: dict[str, Any], key: str | None) -> Answer:
-        """Accepts an order for a total number of engines, or for external servers at addresses from the gateway."""
+        """Accepts an order that adds engines: up to a total number, or external servers at given addresses."""
         self._check_goes_on()
         engines = self._order_store.engines()
         now, urls = _present(engines), body.get("engine_urls")
@@ -140,7 +141,7 @@ class EngineOrderService:
         return _taken(self._order_store.place("scale_out", body, status=status, key=key, queues=bool(urls)))
 
     def scale_in(self, body: dict[str, Any], key: str | None) -> Answer:
-        """Accepts an order that removes engines: down to ``num_replicas``, or by ids or addresses."""
+        """Accepts an order that removes engines: down to ``num_replicas``, or by id or address."""
         self._check_goes_on()
         engines = self._order_store.engines()
         if body.get("engine_urls"):
@@ -186,14 +187,14 @@ class EngineOrderService:
             raise Refusal("too-many-engines", message, key="num_replicas", value=wrong, fix=fix)
 
     def _unknown(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[str]:
-        """Returns the addresses of servers that have not joined and that no open order adds."""
+        """Returns the addresses of servers that have not joined and are not in an open order."""
         known = {row.url for row in engines if row.present}
         for order in self._order_store.open_orders():
             known |= set(order.body.get("engine_urls") or ())
         return [url for url in urls if url not in known]
 
     def _at(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[int]:
-        """Returns the number of the newest engine at each address; refuses an address that no engine had."""
+        """Returns the number of the newest engine at each address. Refuses an address without an engine."""
         newest = {row.url: row.number for row in engines if row.origin == "external"}
         for url in urls:
             if url not in newest:
@@ -201,7 +202,7 @@ class EngineOrderService:
         return [newest[url] for url in urls]
 
     def _added(self, engines: Sequence[EngineRow], numbers: Sequence[int]) -> list[int]:
-        """Returns the given engines that are present; refuses unknown engines and engines of the start."""
+        """Returns the given engines that are present. Refuses unknown engines and engines that the run started with."""
         rows = {row.number: row for row in engines}
         for number in numbers:
             name = engine_id(number)
@@ -213,7 +214,7 @@ class EngineOrderService:
         return [number for number in dict.fromkeys(numbers) if rows[number].present]
 
     def orders(self, kind: Kind, status: State | None, limit: int, offset: int) -> dict[str, Any]:
-        """Returns a page of orders, the newest first."""
+        """Returns one page of orders, newest first."""
         found = self._order_store.orders(kind, status=status)[offset : offset + limit]
         return {"requests": found, "limit": limit, "offset": offset}
 
@@ -248,7 +249,7 @@ class EngineOrderService:
         return self._order_store.last_decision
 
     def scale_history(self, limit: int, offset: int) -> dict[str, Any]:
-        """Returns a page of the decisions that changed something, newest first."""
+        """Returns one page of the decisions that changed the number of engines, newest first."""
         return {"decisions": self._order_store.decisions()[offset : offset + limit], "limit": limit, "offset": offset}
 
     def enable(self, enabled: bool) -> dict[str, Any]:
@@ -271,7 +272,10 @@ def _taken(order: Order) -> Answer:
 
 
 def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
-    """Returns the dry run with the resources of ``more`` engines, and warnings if they are too many or of no use."""
+    """Returns the dry run with the resources of ``more`` engines.
+
+    Adds warnings if the engines exceed the machine's resources, or if the samples in flight cannot fill them.
+    """
     if room is None:
         return dry
     told = replace(
@@ -299,21 +303,21 @@ def _warnings(dry: DryRun) -> Iterator[str]:
 
 
 # -- The channel -------------------------------------------------------------------------------------------------------
-MAX_REQUEST = 192 << 10  # bytes; the guard takes bodies of 64 KiB
+MAX_REQUEST = 192 << 10  # limit in bytes; `request_guard` accepts bodies of 64 KiB
 WRITE_S = 5.0  # timeout for writing a response to the gateway
 END_S = 10.0
-END = b"\n"  # marks a complete response
+END = b"\n"  # marks the end of a complete response
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """Returns the gateway's end, which does not block, and the controller's end."""
+    """Returns the gateway's end, which is non-blocking, and the controller's end."""
     gateway, controller = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     gateway.setblocking(False)
     return gateway, controller
 
 
 async def ask(end: socket.socket, request: bytes, *, timeout_s: float) -> bytes | None:
-    """Returns the controller's answer; None if no controller takes the request and answers it in time."""
+    """Sends a request to the controller. Returns the answer, or None if the controller does not answer in time."""
     own, theirs = socket.socketpair()
     with own:
         with theirs:
@@ -335,7 +339,7 @@ async def ask(end: socket.socket, request: bytes, *, timeout_s: float) -> bytes 
 
 @contextmanager
 def answering(end: socket.socket, answer: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Answers requests in a thread while the block runs; ``answer`` returns a response without its line end."""
+    """Answers requests in a thread while the block runs. ``answer`` returns the response, without the end marker."""
     ending = os.eventfd(0)
     thread = threading.Thread(target=_answer_all, args=(end, answer, ending), name="orders", daemon=True)
     thread.start()

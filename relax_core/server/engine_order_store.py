@@ -1,7 +1,8 @@
-"""Holds a run's orders (to scale engines or stop the run), engines and autoscaler decisions in its controller.
+"""Stores a run's orders, engines and autoscaler decisions. The controller of the run owns this store.
 
-Each change is written to the run's event log before it takes effect, so the successor of a killed controller knows all
-of them, and no order is lost or executed twice. The loads of engines are only in memory.
+An order adds or removes engines or stops the run. Each change is written to the event log before it takes effect. If
+the controller is killed, the next controller reads the changes. So no order is lost or executed twice. The load of
+engines is only in memory.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from relax_core.server.order_types import (
     engine_id,
 )
 
-MAX_QUEUED = 64  # open orders for engines that a new order may wait for
-MAX_ORDERS, MAX_DECISIONS = 1000, 1000  # the newest are kept, and all open orders
-RETRY_S = "5"  # Retry-After in seconds, such as while an order is in progress
-_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # fields of an engine that are logged
+MAX_QUEUED = 64  # limit of queued orders for engines
+MAX_ORDERS, MAX_DECISIONS = 1000, 1000  # limits of kept orders and decisions; open orders are always kept
+RETRY_S = "5"  # value of Retry-After in seconds, for example while an order is in progress
+_STATE_OF = ("state", "url", "last_failure", "from_step", "to_step", "restarts")  # logged fields of an engine
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """Holds a change; ``key`` is the Idempotency-Key of its order."""
+    """Holds one logged change. ``key`` is the Idempotency-Key of its order."""
 
     order: Order | None = None
     key: str = ""
@@ -51,9 +52,9 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 class EngineOrderStore:
-    """Holds the orders of the run in ``folder``. Its methods are thread-safe; ``lock`` makes several calls atomic.
+    """Stores the orders of the run in ``folder``. Its methods are thread-safe. ``lock`` makes several calls atomic.
 
-    A method that changes something raises OSError if the log cannot be written; then nothing has changed.
+    A method that changes the store raises OSError if the log cannot be written. Then the store is unchanged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +69,7 @@ class EngineOrderStore:
         self.run: RunRow | None = None
         for event in EventReader(folder, kinds=("order",), writer=ORDERS).each():
             assert isinstance(event, OrderChange), "the reader returns only order changes"
-            with suppress(ValueError):  # Relax did not write it
+            with suppress(ValueError):  # a line that Relax did not write
                 self._remember(_decoder.decode(bytes(event.change)))
 
     def _write(self, line: _Line) -> None:
@@ -95,7 +96,10 @@ class EngineOrderStore:
 
     # -- orders -------------------------------------------------------------------------------------------------------
     def known(self, kind: Kind, body: Mapping[str, Any], key: str | None) -> Order | None:
-        """Returns the order with this Idempotency-Key, or None; refuses the key with another body."""
+        """Returns the order with this Idempotency-Key, or None.
+
+        Refuses the key if the earlier order had a different body.
+        """
         with self.lock:
             order = self._orders.get(self._keys.get(key or "", ""))
             if order is not None and (order.kind, order.body) != (kind, body):
@@ -112,9 +116,10 @@ class EngineOrderStore:
         key: str | None = None,
         queues: bool = False,
     ) -> Order:
-        """Adds an order and returns it, or the earlier order with the same ``key``.
+        """Adds an order and returns it. If an earlier order has the same ``key``, returns the earlier order.
 
-        Refuses it if an order for engines is under way. With ``queues`` it may wait for at most `MAX_QUEUED` others.
+        Refuses the order while another order for engines is in progress. With ``queues``, at most `MAX_QUEUED` orders
+        may wait.
         """
         with self.lock:
             if (known := self.known(kind, body, key)) is not None:
@@ -132,7 +137,7 @@ class EngineOrderStore:
             return order
 
     def ask_cancel(self, name: str) -> Order:
-        """Requests the cancellation of an order and returns the order; a repeated request changes nothing."""
+        """Requests the cancellation of an order, and returns the order. A repeated request has no effect."""
         with self.lock:
             order = self._orders[name]
             if order.ended or order.status in UNCANCELLABLE:
@@ -143,9 +148,9 @@ class EngineOrderStore:
             return self._orders[name]
 
     def cancel_many(self, kind: Kind, *, status: State | None, dry_run: bool) -> list[Order]:
-        """Requests the cancellation of the open orders of a kind, only in ``status`` if it is given, and returns them.
+        """Requests the cancellation of the open orders of a kind, and returns the orders.
 
-        With ``dry_run`` nothing changes.
+        With ``status``, only orders in this state are affected. With ``dry_run``, nothing changes.
         """
         with self.lock:
             found = [
@@ -161,7 +166,7 @@ class EngineOrderStore:
             return self._orders.get(name)
 
     def orders(self, kind: Kind | None = None, *, status: State | None = None) -> list[Order]:
-        """Returns the orders, of this kind and in this state if they are given, the newest first."""
+        """Returns the orders, newest first. ``kind`` and ``status`` select orders if they are given."""
         with self.lock:
             return [
                 order
@@ -170,14 +175,17 @@ class EngineOrderStore:
             ]
 
     def open_orders(self) -> list[Order]:
-        """Returns the orders that have not ended, the oldest first."""
+        """Returns the orders that have not ended, oldest first."""
         with self.lock:
             return [order for order in self._orders.values() if not order.ended]
 
     def move(self, order: Order, status: State, *, engines: Sequence[int] | None = None, failure: str = "") -> Order:
-        """Updates an order and returns it; only the controller's main thread calls it. Writes only actual changes."""
+        """Updates an order and returns it. Writes only actual changes.
+
+        Only the controller's main thread calls this method.
+        """
         with self.lock:
-            known = self._orders[order.request_id]  # its cancellation may have been requested meanwhile
+            known = self._orders[order.request_id]  # another thread may have requested its cancellation
             moved = replace(
                 known,
                 status=status,
@@ -193,18 +201,18 @@ class EngineOrderStore:
 
     # -- engines and the run ------------------------------------------------------------------------------------------
     def engines(self) -> list[EngineRow]:
-        """Returns the engines that the run has or had in the order of their numbers."""
+        """Returns all present and earlier engines in the order of their numbers."""
         with self.lock:
             return [self._engines[number] for number in sorted(self._engines)]
 
     def newest_engine(self) -> int:
-        """Returns the largest number that an engine of any row or order has, -1 without any."""
+        """Returns the largest engine number in all rows and orders, or -1 without engines."""
         with self.lock:
             ordered = (number for order in self._orders.values() for number in order.engines)
             return max([*self._engines, *ordered], default=-1)
 
     def write_engines(self, rows: Iterable[EngineRow]) -> None:
-        """Updates the rows of these engines; the rows of other engines stay."""
+        """Updates the rows of these engines."""
         with self.lock:
             for row in rows:
                 known = self._engines.get(row.number)
@@ -213,13 +221,16 @@ class EngineOrderStore:
                 self._engines[row.number] = row
 
     def end_orders(self) -> None:
-        """Ends the open orders of an ended run: a stop is completed, others have failed. Added engines have left."""
+        """Ends the open orders of an ended run: a stop order is completed, all other orders failed.
+
+        Added engines have left.
+        """
         with self.lock:
             for order in self.open_orders():
                 if order.status == "STOPPING":
                     self.move(order, "COMPLETED")
                 else:
-                    self.move(order, "FAILED", failure="the run ended before the order did")
+                    self.move(order, "FAILED", failure="the run ended before the order was completed")
             step, now = None if self.run is None else self.run.step, time.time()
             self.write_engines(
                 replace(row, state="left", since=now, to_step=None if row.from_step is None else step)
@@ -234,24 +245,24 @@ class EngineOrderStore:
             self._write(_Line(autoscaler=on))
 
     def decided(self, decision: ScaleDecision) -> None:
-        """Stores the newest decision; a decision that changed the number of engines is logged."""
+        """Stores the newest decision. Logs the decision if it changed the number of engines."""
         with self.lock:
             self.last_decision = decision
             if decision.action != "none":
                 self._write(_Line(decision=decision))
 
     def decisions(self) -> list[ScaleDecision]:
-        """Returns the decisions that changed the number of engines, the newest first."""
+        """Returns the decisions that changed the number of engines, newest first."""
         with self.lock:
             return self._decisions[::-1]
 
 
 def order_history(run_dir: Path, *, sampled: Mapping[str, tuple[int, int]], repeatable: bool) -> dict[str, Any]:
-    """Returns ``engines`` and ``operations`` of a run for summary.json, and how ``repeatable`` is limited.
+    """Returns the fields ``engines``, ``operations`` and the fields about repeatability for summary.json.
 
-    ``sampled`` maps engine id → (samples, tokens); a missing engine has sampled nothing. A repeatable run is no longer
-    repeatable once an added engine has served, because the answers depend on the engines that share the prompts.
-    ``repeatable_steps`` is then the number of train steps before that.
+    ``sampled`` maps engine id → (samples, tokens). An engine that is missing has sampled nothing. A repeatable run is
+    no longer repeatable after an added engine has served, because answers depend on the number of engines that share
+    the prompts. ``repeatable_steps`` is then the number of train steps before the first added engine served.
     """
     order_store = EngineOrderStore(run_dir)
     rows = order_store.engines()

@@ -1,4 +1,4 @@
-"""Client of a run's gateway for programs on the same machine; it reads the gateway's address from the run's folder."""
+"""Sends requests to a run's gateway from a program on the same machine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from relax_core.engines.protocol.server_proof import ProvenConnection
 from relax_core.server.order_types import TYPE, Limits
 
 FILE = "gateway.json"  # in the run's folder
-ANSWER_S = 30.0  # longest time of one request
+ANSWER_S = 30.0  # timeout of one request
 ANSWER_BYTES = 16 << 20
-AGAIN_S = 10.0  # how long a request is retried if the gateway does not answer, because it may be restarting
-STARTS = TYPE + "run-starts"  # the problem's type while no controller answers the gateway
+AGAIN_S = 10.0  # time during which a request is retried, because the gateway may be restarting
+STARTS = TYPE + "run-starts"  # type of the problem while no controller answers the gateway
 PAUSE_S = 0.25
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the start parameters of a run's gateway.
 
-    ``folder`` is the run's folder. ``listener`` is the descriptor of the listening socket and ``channel`` the
-    descriptor of the channel to the controller; the supervisor holds both. ``hosts`` are further allowed names in the
-    Host header. ``token`` authenticates its clients.
+    ``folder`` is the run's folder. ``listener`` is the descriptor of the listening socket, and ``channel`` the
+    descriptor of the channel to the controller. The supervisor keeps both descriptors open. ``hosts`` are further
+    allowed names in the Host header. ``token`` authenticates clients.
     """
 
     folder: str
@@ -40,9 +40,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the content of ``gateway.json``, which only the user may read.
+    """Holds the content of ``gateway.json``. Only the user may read the file.
 
-    ``page`` is a link to the run's page that works once.
+    ``page`` is a link to the run's page. The link works once.
     """
 
     url: str
@@ -52,12 +52,15 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_address(folder: Path) -> GatewayAddress:
-    """Returns the address of a run's gateway. Raises OSError, and msgspec.DecodeError for a file with other content."""
+    """Reads the address of a run's gateway from its file.
+
+    Raises OSError or, for an invalid file, msgspec.DecodeError.
+    """
     return msgspec.json.decode((folder / FILE).read_bytes(), type=GatewayAddress)
 
 
 class GatewayRefused(Exception):
-    """The gateway refused a request; ``problem`` is the body of its response."""
+    """The gateway refused a request. ``problem`` is the body of its response."""
 
     def __init__(self, problem: dict[str, Any]) -> None:
         words = problem.get("detail", "")
@@ -68,23 +71,23 @@ class GatewayRefused(Exception):
 
 
 class GatewayUnreachable(Exception):
-    """The gateway of a run does not answer; the text says why."""
+    """The gateway of a run does not answer. The text of the exception says why."""
 
 
 class GatewayClient:
-    """Sends requests to the gateway of the run in ``folder``, without any proxy of the environment.
+    """Sends requests to the gateway of the run in ``folder``. Ignores proxy settings of the environment.
 
-    The gateway proves on each connection that it knows the token, before the token is sent.
+    On each connection, the gateway first proves that it knows the token. Then the client sends the token.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
-        """Sends a request and returns the JSON object of the response; ``key`` is the Idempotency-Key.
+        """Sends a request and returns the JSON object of the response. ``key`` is the Idempotency-Key.
 
-        A request without a readable response is repeated for `AGAIN_S` seconds, so ``route`` must be safe to repeat, or
-        needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
+        If no readable response arrives, the request is repeated for `AGAIN_S` seconds. So the request must be safe to
+        repeat or have a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
         """
         deadline = time.monotonic() + AGAIN_S
         while True:
@@ -113,7 +116,7 @@ class GatewayClient:
         except FileNotFoundError as error:
             raise GatewayUnreachable(
                 f"{self._folder / FILE} does not exist: no run that has a gateway works in this folder now. "
-                "Name the folder of a run that goes on and has gateway=local"
+                "Name the folder of a live run with gateway=local"
             ) from error
         except (OSError, msgspec.DecodeError) as error:
             raise GatewayUnreachable(f"{self._folder / FILE} cannot be read: {error}") from error

@@ -1,7 +1,8 @@
-"""Runs the gateway of one run: ``python -m relax_core.server.gateway_server``, with its settings in JSON on stdin.
+"""Runs the gateway of one run: ``python -m relax_core.server.gateway_server``, with JSON settings on stdin.
 
-It serves the page of the run and the routes of orders on a socket of the supervisor, and writes its address to
-``gateway.json`` of the run. It ends when its standard input is closed, and so with the supervisor.
+The gateway serves the page of the run and the routes for orders. It inherits its listening socket from the supervisor,
+and writes its address to ``gateway.json`` in the run's folder. It exits when its stdin closes, which happens at the end
+of the supervisor.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from relax_core.server.page_routes import Page
 from relax_core.server.request_guard import RequestGuard, Session
 from relax_core.server.run_reader import cache_folder
 
-INDICES = "gateway"  # in the cache folder; `relax dashboard` may serve the same run with a separate index
+INDICES = "gateway"  # in the cache folder, separate from the index of `relax dashboard`
 
 
 def write_address(folder: Path, address: GatewayAddress) -> None:
-    """Writes ``gateway.json`` atomically; other users can never read it."""
+    """Writes ``gateway.json`` atomically. Other users can never read the file."""
     partial_file = folder / f".{FILE}.partial"
     partial_file.unlink(missing_ok=True)
     descriptor = os.open(partial_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -38,9 +39,9 @@ def write_address(folder: Path, address: GatewayAddress) -> None:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serves until standard input is closed. The first line on standard output is the address, in JSON.
+    """Serves until stdin closes. The first line on stdout is the address, in JSON.
 
-    The key of the page's session is derived from the run's token, so a restarted gateway knows it.
+    The session key of the page is derived from the run's token, so a restarted gateway accepts the same key.
     """
     folder = Path(settings.folder)
     listener, channel = socket.socket(fileno=settings.listener), socket.socket(fileno=settings.channel)
@@ -68,11 +69,11 @@ async def serve(settings: GatewaySettings) -> None:
     ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
     page.close()
     for task in ended:
-        task.result()  # a server that failed ends the process with its error
+        task.result()  # an error of the server ends the process
 
 
 async def _closed_stdin() -> None:
-    """Returns when the supervisor has closed standard input, without a thread that would outlive the server."""
+    """Returns when the supervisor has closed stdin. Uses no thread, because a thread could outlive the server."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin.buffer)

@@ -16,11 +16,11 @@ from relax_core.engines.asgi_server import Connection, OpenConnections, connecti
 from relax_core.engines.held_port import BACKLOG
 
 KEEP_ALIVE_S = 30
-GRACE_S = 1  # seconds that open requests get when the server ends
+GRACE_S = 1  # time in seconds for open requests to end when the server stops
 
 
 class HttpServer:
-    """Serves ``app`` from `serve` on until `stop` is called, or with ``signals`` until Ctrl-C."""
+    """Serves ``app`` until `stop` is called or, with ``signals``, until Ctrl-C."""
 
     def __init__(self, app: ASGIApp, *, signals: bool = True) -> None:
         self._connections = OpenConnections(connection_limit())
@@ -30,7 +30,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # errors of a client or a run's folder are answered and not logged
+            log_level="error",  # errors of a client or a run's folder are sent to the client, not logged
             access_log=False,
             server_header=False,
             date_header=False,
@@ -43,11 +43,11 @@ class HttpServer:
 
     @property
     def started(self) -> bool:
-        """Returns whether the server answers."""
+        """Returns whether the server accepts requests."""
         return self._server.started
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves ``listener``, which is bound, and returns when the server has ended."""
+        """Serves the bound socket ``listener``. Returns after the server has ended."""
         sweeping = asyncio.create_task(self._connections.sweep())
         try:
             await self._server.serve(sockets=[listener])
@@ -55,12 +55,12 @@ class HttpServer:
             sweeping.cancel()
 
     def stop(self) -> None:
-        """Ends the server; any thread may call it."""
+        """Ends the server. Any thread may call this method."""
         self._server.should_exit = True
 
 
 class _WithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the supervisor."""
+        """Installs no signal handlers, because the supervisor handles signals."""
         yield

@@ -1,4 +1,4 @@
-"""Builds the dashboard's list of runs cheaply: state, newest metrics, and the reason why a file cannot be read."""
+"""Builds the dashboard's list of runs: state, newest metrics, and the reason why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relax_core.server.run_folders import (
 )
 from relax_core.server.run_reader import CONFIG, LEDGER, MAX_CONFIG, SUMMARY_DECODER, decode_yaml, open_ledger
 
-LOOK_S = 2.0  # time limit for the files of all runs of one list
+LOOK_S = 2.0  # time limit for reading all files for one list
 FILES = (CONFIG, SUMMARY, LEDGER)
 
 
@@ -38,7 +38,7 @@ NO_METRICS = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "
 
 
 class ListedRuns:
-    """Returns the rows of the list of runs; a run is read again when one of its files has changed."""
+    """Returns the rows of the list of runs. Reads a run again only if one of its files changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[object, _ListedRun]] = {}
@@ -46,8 +46,8 @@ class ListedRuns:
     def __call__(self, found: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Returns id, name, folder, state, problem and newest metrics of each run.
 
-        A run with unreadable files has the state "unreadable". An unknown metric is None: ``reward`` comes from the
-        newest train step, ``exact`` from the newest evaluation.
+        A run with unreadable files has the state "unreadable". ``reward`` comes from the newest train step, ``exact``
+        from the newest evaluation. An unknown metric is None.
         """
         self._known = {run: known for run, known in self._known.items() if run in found}
         rows, until = [], time.monotonic() + LOOK_S
@@ -65,7 +65,7 @@ class ListedRuns:
         seen = (event_files(path), *(_stat(path / name) for name in FILES))
         known = self._known.get(run)
         if known is None or known[0] != seen:
-            if time.monotonic() > until:  # the next list reads it
+            if time.monotonic() > until:  # the next list reads this run
                 return standing
             known = self._known[run] = (seen, _look(path))
         return RunStatus(UNREADABLE, known[1].problem) if known[1].problem else standing
@@ -80,7 +80,7 @@ def _stat(path: Path) -> object:
 
 
 def _look(run_dir: Path) -> _ListedRun:
-    """Returns the reason why one of the run's files cannot be read, or "", and the run's metrics."""
+    """Returns the reason why a file of the run cannot be read, or "", and the metrics of the run."""
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     for name in FILES:
@@ -104,7 +104,7 @@ def _look(run_dir: Path) -> _ListedRun:
 def _metrics(
     config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, MetricRecord]
 ) -> dict[str, Any]:
-    """Returns the columns of the list; except for ``samples_per_s``, ``records`` take precedence over ``summary``."""
+    """Returns the columns of the list. ``records`` override ``summary``, except for ``samples_per_s``."""
     trained, evaluated = records.get(ACTOR), records.get(EVAL)
     last, run, evaluations = (_as(summary.get("reward"), dict), _as(config.get("run"), dict), summary.get("eval"))
     last_eval = _as(evaluations[-1], dict) if isinstance(evaluations, list) and evaluations else {}

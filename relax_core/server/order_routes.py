@@ -1,8 +1,8 @@
-"""Declares the HTTP routes of a run's gateway: engines, orders to scale them, the autoscaler, and the run.
+"""Declares the HTTP routes of a run's gateway: run, engines, orders that scale engines, and autoscaler.
 
-Each route checks the request and forwards it to the run's controller, where `relax_core.server.engine_order_service`
-answers it. Bodies are typed strictly: 0 is not false, and "1" is not 1. Each address is checked before anything is
-sent to it.
+Each route checks the request and forwards it to `relax_core.server.engine_order_service` in the run's controller.
+Bodies are typed strictly: 0 is not false, and "1" is not 1. Engine addresses are checked before the run connects to
+them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from relax_core.server.request_guard import OPEN, refusal_answer
 
 # -- Bodies -----------------------------------------------------------------------------------------------------------
 MAX_SECONDS = 86400.0
-RESOLVE_S = 5.0  # time limit for the resolution of a name
+RESOLVE_S = 5.0  # time limit for resolving a host name
 _KEY = "engine_urls"
 
 
 def _whole(value: object) -> object:
-    """Returns a number without a fraction as an integer, as JSON Schema reads it: 2.0 is 2."""
+    """Returns a number without a fraction as an integer, as in JSON Schema: 2.0 is 2."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -68,7 +68,7 @@ class _Body(BaseModel):
 
 
 class _Out(_Body):
-    """Adds engines. ``partial`` decides about the other new engines if one of them fails."""
+    """Adds engines. ``partial`` says whether the remaining new engines stay if one new engine fails."""
 
     model_name: Literal["default"] = "default"
     timeout_secs: Seconds = 600.0
@@ -78,8 +78,8 @@ class _Out(_Body):
 class _In(_Body):
     """Removes engines.
 
-    With ``force`` their open samples move to other engines at once, and otherwise after ``timeout_secs`` seconds, by
-    default 30.
+    With ``force``, open samples of the removed engines move to other engines at once, otherwise after ``timeout_secs``
+    seconds (default 30).
     """
 
     force: bool = False
@@ -87,19 +87,22 @@ class _In(_Body):
 
 
 class ScaleOutTo(_Out):
-    """Requests a total number of engines, those of the start included."""
+    """Requests a total number of engines, including the engines that the run started with."""
 
     num_replicas: Replicas
 
 
 class ScaleOutBy(_Out):
-    """Requests that external servers, named by ``http://HOST:PORT``, join. Servers that have joined are left out."""
+    """Requests that external servers ``http://HOST:PORT`` join. Ignores servers that have already joined."""
 
     engine_urls: EngineUrls
 
 
 class ScaleInTo(_In):
-    """Requests a smaller total number of engines, those of the start included; the newest engines are removed."""
+    """Requests a smaller total number of engines, including the engines of the start.
+
+    The newest engines are removed.
+    """
 
     num_replicas: Replicas
 
@@ -111,16 +114,16 @@ class ScaleInOf(_In):
 
 
 class ScaleInAt(_In):
-    """Requests the removal of the external servers that joined by these addresses."""
+    """Requests the removal of the external servers with these addresses."""
 
     engine_urls: EngineUrls
 
 
-TAGS = ("by_number", "by_name", "by_address")  # of the kinds of target; they appear in an error's location
+TAGS = ("by_number", "by_name", "by_address")  # names of target models in the location of a validation error
 
 
 def _kind(body: object) -> str:
-    """Returns the kind of target by its own key, so that validation errors refer to the right model."""
+    """Returns the tag of the target model that fits the body. So validation errors refer to the right model."""
     keys = body if isinstance(body, dict) else ()
     return TAGS[2] if "engine_urls" in keys else TAGS[1] if "engine_ids" in keys else TAGS[0]
 
@@ -136,7 +139,7 @@ ScaleIn = Annotated[
 
 
 class CancelMany(_Body):
-    """Requests the cancellation of the open orders that add engines, or of those in the state ``status_filter``."""
+    """Requests the cancellation of open orders that add engines. ``status_filter`` restricts it to one state."""
 
     status_filter: State | None = None
 
@@ -150,11 +153,10 @@ class AutoscalerSwitch(BaseModel):
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
 async def engine_address(url: str, *, allowed_hosts: Collection[str]) -> str:
-    """Returns ``http://ADDRESS:PORT`` of an engine, with the IPv4 address to which its host is resolved here.
+    """Resolves the host of an engine's address. Returns ``http://ADDRESS:PORT`` with the IPv4 address.
 
-    The run then uses this address alone, so a later change of the name has no effect. Raises `Refusal` for a malformed
-    address, for a host that is not in ``allowed_hosts``, and always for addresses that no engine can have, such as
-    multicast.
+    The run uses only the returned address, so a later change in DNS has no effect. Raises `Refusal` for a malformed
+    address, for a host that is not in ``allowed_hosts``, and for impossible addresses such as multicast.
     """
     host, port = _host_and_port(url)
     address = await _resolved(url, host)
@@ -196,25 +198,25 @@ def _refusal(url: str, why: str, *, fix: str = "send http://HOST:PORT") -> Refus
 
 
 # -- Routes -----------------------------------------------------------------------------------------------------------
-ANSWER_S = 5.0  # timeout of the controller, where a call takes milliseconds
+ANSWER_S = 5.0  # timeout for the controller's answer; a call takes milliseconds
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 OrderId = Annotated[str, Path(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
-PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's location that are not keys of the request
+PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's location that are no keys of the request
 WAYS: tuple[Literal["scale_out", "scale_in"], ...] = ("scale_out", "scale_in")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Reports that the gateway answers."""
+    """Says that the gateway is alive."""
 
     status: Literal["ok"] = "ok"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallAnswer:
-    """Holds the stall ``report``: the process that each worker waits for, and the state of the blocking workers."""
+    """Holds the stall report. It shows which worker waits for which process, and the state of blocking workers."""
 
     report: str
 
@@ -228,7 +230,7 @@ class EngineList:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderList:
-    """Holds a page of orders, newest first."""
+    """Holds one page of orders, newest first."""
 
     requests: list[Order]
     limit: int
@@ -237,7 +239,7 @@ class OrderList:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelManyAnswer:
-    """Holds the orders with a requested cancellation, or with ``dry_run`` those that would have it; they end later."""
+    """Holds the orders that will be cancelled, or that would be cancelled without ``dry_run``. The orders end later."""
 
     dry_run: bool
     requests: list[Order]
@@ -252,7 +254,7 @@ class AutoscalerAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionList:
-    """Holds a page of decisions that changed the number of engines, newest first."""
+    """Holds one page of the decisions that changed the number of engines, newest first."""
 
     decisions: list[ScaleDecision]
     limit: int
@@ -269,7 +271,10 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class Controller:
-    """Sends calls to the run's controller over the channel ``end``, and requests for stall reports in ``folder``."""
+    """Sends calls to the run's controller over the socket ``end``.
+
+    Stall reports are requested by files in ``folder``.
+    """
 
     def __init__(self, end: socket.socket, folder: pathlib.Path) -> None:
         self._end, self._folder = end, folder
@@ -307,7 +312,7 @@ class Controller:
 
 
 def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRoute] = ()) -> FastAPI:
-    """Returns the application of a run, which accepts orders within these ``limits`` and serves the run's page."""
+    """Returns the application that accepts orders for a run within ``limits`` and serves the run's page."""
     app = FastAPI(
         title="Relax gateway",
         docs_url=None,
@@ -330,11 +335,11 @@ def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRou
 
 
 async def _known_query(request: Request) -> None:
-    """Refuses a query with a key that the route does not have."""
+    """Refuses a query with a key that the route does not know."""
     known = {param.alias for param in request.scope["route"].dependant.query_params}
     if unknown := sorted(request.query_params.keys() - known):
         fix = f"send {', '.join(sorted(known))}" if known else "send no query"
-        raise Refusal("malformed", "the query has a key that this route does not know", key=unknown[0][:100], fix=fix)
+        raise Refusal("malformed", "this route does not know a key of the query", key=unknown[0][:100], fix=fix)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -347,7 +352,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Returns the refusals of a route for the schema: those of every route, and those with ``statuses``."""
+    """Returns the schema of a route's refusals: the common refusals, and the refusals with ``statuses``."""
     every = (400, 401, 403, 429, 503)
     content = {PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in (*every, *statuses)}
@@ -357,7 +362,7 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _add_run(app: FastAPI, controller: Controller) -> None:
     @app.get("/healthz")
     async def healthz() -> Health:
-        """Returns a fixed status while the gateway answers; it needs no token."""
+        """Returns a fixed status while the gateway is alive. Needs no token."""
         return Health()
 
     @app.get("/run", response_model=RunRow)
@@ -367,19 +372,19 @@ def _add_run(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/run/stop", status_code=202, response_model=Order)
     async def stop() -> Response:
-        """Stops the run with a checkpoint after the current train step; repeated requests return the same order."""
+        """Stops the run with a checkpoint after the current train step. Repeated requests return the same order."""
         return await controller("stop")
 
     @app.post("/run/stall")
     async def stall() -> StallAnswer:
-        """Requests a stall report from the controller, as `relax stall` does, and returns it after seconds."""
+        """Requests a stall report from the controller, like `relax stall`. Takes some seconds."""
         return await controller.report()
 
 
 def _add_engines(app: FastAPI, controller: Controller) -> None:
     @app.get("/rollout/engines", response_model=EngineList)
     async def engines() -> Response:
-        """Returns the engines that the run has or had."""
+        """Returns all present and earlier engines of the run."""
         return await controller("engines")
 
     @app.get("/rollout/engines/{engine}", response_model=EngineRow, responses=_refusals(404))
@@ -389,7 +394,7 @@ def _add_engines(app: FastAPI, controller: Controller) -> None:
 
 
 def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
-    """Adds the routes that order engines to be added or removed, and that cancel all orders that add engines."""
+    """Adds the routes that add or remove engines, and the route that cancels all orders that add engines."""
 
     async def order(way: str, body: Any, key: str | None) -> Response:
         fields = body.model_dump()
@@ -406,22 +411,22 @@ def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
 
     @app.post("/rollout/scale_out", responses=there, **taken)
     async def scale_out(body: Annotated[ScaleOut, Body()], key: Key = None) -> Response:
-        """Orders a total number of engines, or servers to join. Returns 200 and NOOP if they are already present."""
+        """Orders a total number of engines, or external servers. Returns 200 and NOOP if all are already present."""
         return await order("scale_out", body, key)
 
     @app.post("/rollout/scale_in", responses=there | _refusals(404), **taken)
     async def scale_in(body: Annotated[ScaleIn, Body()], key: Key = None) -> Response:
-        """Orders the removal of engines: down to ``num_replicas``, or of the named engines."""
+        """Orders the removal of engines: down to ``num_replicas``, or the named engines."""
         return await order("scale_in", body, key)
 
     @app.post("/rollout/scale_out_cancel", response_model=CancelManyAnswer, responses=_refusals(413, 415))
     async def cancel_many(body: CancelMany) -> Response:
-        """Requests the cancellation of all open orders that add engines, or of those in one state."""
+        """Requests the cancellation of all open orders that add engines, or only of the orders in one state."""
         return await controller("cancel_many", status=body.status_filter, dry_run=body.dry_run)
 
 
 async def _addresses(urls: Sequence[str], limits: Limits) -> list[str]:
-    """Returns the addresses of servers, each once; refuses servers that this run does not accept."""
+    """Returns the addresses of servers without duplicates. Refuses servers that this run does not accept."""
     if limits.no_urls:
         raise Refusal("not-in-this-run", limits.no_urls)
     found = await asyncio.gather(*(engine_address(url, allowed_hosts=limits.hosts) for url in urls))
@@ -433,7 +438,7 @@ def _add_orders(app: FastAPI, controller: Controller, kind: str) -> None:
 
     @app.get(f"/rollout/{kind}", operation_id=f"list_{kind}", response_model=OrderList)
     async def orders(status: State | None = None, limit: Limit = 50, offset: Offset = 0) -> Response:
-        """Returns the orders, and with ``status`` those in this state, the newest first."""
+        """Returns the orders, newest first. With ``status``, returns only the orders in this state."""
         return await controller("orders", kind=kind, status=status, limit=limit, offset=offset)
 
     route = f"/rollout/{kind}/{{request_id}}"
@@ -447,7 +452,7 @@ def _add_orders(app: FastAPI, controller: Controller, kind: str) -> None:
 
     @app.post(f"{route}/cancel", responses=_refusals(404, 409), **cancels)
     async def cancel(request_id: OrderId) -> Response:
-        """Requests the cancellation of an order; its effects are undone."""
+        """Requests the cancellation of an order. The run undoes the effects of the order."""
         return await controller("cancel", kind=kind, name=request_id)
 
 
@@ -459,17 +464,17 @@ def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> Non
 
     @app.get("/autoscaler/conditions", response_model=ScaleDecision, responses=_refusals(404))
     async def conditions() -> Response:
-        """Returns the autoscaler's last decision and its inputs, even if it changed nothing."""
+        """Returns the autoscaler's last decision and its inputs, even if the decision changed nothing."""
         return await controller("conditions")
 
     @app.get("/autoscaler/scale_history", response_model=DecisionList)
     async def scale_history(limit: Limit = 50, offset: Offset = 0) -> Response:
-        """Returns the decisions that changed the number of engines, the newest first."""
+        """Returns the decisions that changed the number of engines, newest first."""
         return await controller("scale_history", limit=limit, offset=offset)
 
     @app.post("/autoscaler/enable", response_model=AutoscalerAnswer, responses=_refusals(409, 413, 415))
     async def enable(body: AutoscalerSwitch) -> Response:
-        """Turns the autoscaler on or off; its open orders continue."""
+        """Turns the autoscaler on or off. Its open orders continue."""
         if body.enabled and (why := limits.refusal or limits.no_more):
             raise Refusal("no-autoscaler", why, key="enabled", value="true")
         return await controller("enable", enabled=body.enabled)
@@ -477,10 +482,10 @@ def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> Non
 
 # -- the schema -------------------------------------------------------------------------------------------------------
 def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
-    """Returns ``/openapi.json`` with corrections to FastAPI's schema; malformed requests get 400 and not 422.
+    """Returns ``/openapi.json``, a corrected version of FastAPI's schema: malformed requests get 400, not 422.
 
-    The schema has the numbers of engines and the hosts of external servers that ``limits`` allows. A kind of target
-    that the run never accepts is not in the schema.
+    The schema contains the limits of the engine count and the allowed hosts of external servers. If the run never
+    accepts a kind of target, the schema leaves it out.
     """
     schema = get_openapi(title=app.title, version="1", routes=app.routes)
     parts = schema.setdefault("components", {})
@@ -505,7 +510,7 @@ def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
         body = post["requestBody"]["content"]["application/json"]["schema"]
         kinds = body.pop("anyOf", None) or body.pop("oneOf")
         if limits.no_urls:
-            kinds = kinds[:-1]  # without the targets by address
+            kinds = kinds[:-1]  # the schema without targets by address
         elif kind == "scale_out" and limits.no_more:
             kinds = kinds[1:]
         body["oneOf"] = kinds
@@ -514,7 +519,7 @@ def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
 
 
 def _link(post: dict[str, Any], kind: str) -> None:
-    """Declares that the other routes take the id in an order's response."""
+    """Declares that the id in an order's response is the id parameter of further routes."""
     for answer in ("200", "202"):
         post["responses"][answer]["links"] = {
             f"{verb}_{kind}": {

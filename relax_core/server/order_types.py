@@ -1,6 +1,6 @@
-"""Data types of the gateway: orders, engines and decisions as stored and sent to clients, a run's limits, and refusals.
+"""Defines the data types of the gateway: orders, engines, autoscaler decisions, limits of a run, and refusals.
 
-Times are Unix times in seconds.
+Orders, engines and decisions are stored and sent to clients in this form. Times are Unix times in seconds.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ State = Literal[
     "CANCELLED",
 ]
 ENDED: tuple[State, ...] = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")
-# A removed engine ends; while it still has open samples, its removal can be cancelled.
+# A removed engine ends. The removal can be cancelled while the engine still has open samples.
 UNCANCELLABLE: tuple[State, ...] = ("REMOVING", "STOPPING")
 
 
 def engine_id(number: int) -> str:
-    """Returns the id of an engine, which clients use, by its number."""
+    """Converts the number of an engine to the id that clients use."""
     return f"engine-{number}"
 
 
 def engine_number(name: str) -> int:
-    """Returns the number of an engine by its id."""
+    """Converts the id of an engine to its number."""
     return int(name.removeprefix("engine-"))
 
 
@@ -57,8 +57,8 @@ class StateAt:
 class Order:
     """Holds an order.
 
-    ``engine_ids`` are the engines that it adds or removes, and ``failure`` says which of them failed and why.
-    ``history`` has all states, oldest first.
+    ``engine_ids`` are the engines that the order adds or removes. ``failure`` lists failed engines and reasons.
+    ``history`` has all states of the order, oldest first.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class Order:
 
     @property
     def engines(self) -> list[int]:
-        """Returns the numbers of its engines."""
+        """Returns the numbers of the order's engines."""
         return [engine_number(name) for name in self.engine_ids]
 
     @property
@@ -83,12 +83,12 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """Describes an engine that the run has or had.
+    """Describes a present or earlier engine of the run.
 
-    ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed, since the time
-    ``since``. ``weight_version`` is -1 while it has no weights. ``from_step`` and ``to_step`` are the train steps under
-    way when it began to serve and when it left. The running and waiting samples, the tokens per second, and the used
-    share of the cache's tokens are null if unknown.
+    ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed. ``since`` is the
+    time of the last change of state. ``weight_version`` is -1 before the engine has weights. ``from_step`` is the
+    current train step when the engine began to serve, and ``to_step`` the current train step when it left. The running
+    and waiting samples, the tokens per second, and the used share of the cache are null if unknown.
     """
 
     id: str
@@ -114,7 +114,7 @@ class EngineRow:
 
     @property
     def present(self) -> bool:
-        """Returns whether the engine serves or joins."""
+        """Returns whether the engine is serving or joining."""
         return self.state in ("joining", "serving")
 
 
@@ -132,11 +132,10 @@ class RunRow:
 class ScaleDecision:
     """Holds one decision of the autoscaler and its inputs.
 
-    ``engines`` is the run's number of engines, and ``target`` the number after the decision. ``wait_share`` is the
-    share of the train steps' time in which the trainer waited, ``waiting`` the mean number of samples that waited in
-    engines, ``idle_share`` the share of the time in which no engine had a sample, and ``cache_share`` the mean used
-    share of the engines' caches. They are null while the window is not full. ``request_id`` is the order that it
-    placed.
+    ``engines`` is the number of engines, and ``target`` the number after the decision. The inputs are means over a
+    window, and null before the window is full. ``wait_share``: share of train step time that the trainer waited.
+    ``waiting``: number of samples that waited in engines. ``idle_share``: share of time when no engine had a sample.
+    ``cache_share``: used share of the engines' caches. ``request_id`` is the order that the decision placed.
     """
 
     at: float
@@ -153,11 +152,12 @@ class ScaleDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Describes the effect of an order: the engines that it would remove, or the number that it would add.
+    """Describes the effect of an order: the engines that it would remove, or the number of engines that it would add.
 
-    ``memory_bytes`` and ``cores`` are the peak usage of the added engines; ``free_memory_bytes`` and ``machine_cores``
+    ``memory_bytes`` and ``cores`` are the peak usage of the added engines. ``free_memory_bytes`` and ``machine_cores``
     are the resources of this machine. ``usable_engines`` is the number of engines that the samples in flight can fill.
-    They are null if unknown, or not of this machine. ``warnings`` are reasons against the order.
+    These values are null if they are unknown or if the engines run on other machines. ``warnings`` are reasons against
+    the order.
     """
 
     status: Literal["PENDING", "NOOP"]
@@ -177,9 +177,9 @@ class DryRun:
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the configured limits on adding and removing engines.
 
-    ``start`` is engine.count and ``most`` is engine.elastic.max_count. ``refusal`` says why this run can neither add
-    nor remove engines, ``no_more`` why it starts no engines, and ``no_urls`` why it accepts no external servers; each
-    is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
+    ``start`` is engine.count, ``most`` is engine.elastic.max_count, and ``hosts`` is engine.elastic.allowed_hosts.
+    ``refusal`` says why this run can neither add nor remove engines, ``no_more`` why it cannot start engines, and
+    ``no_urls`` why it cannot accept external servers. Each of the three is "" if the run can.
     """
 
     start: int
@@ -194,9 +194,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRoom:
     """Holds the plan's estimate for engines that are added while the run trains.
 
-    ``usable`` is the number of engines that the samples in flight can fill. An added engine takes at its peak
-    ``engine_bytes`` of memory, with its owner, and ``engine_cores`` cores. ``machine_cores`` is the number of cores of
-    this machine, None if the run's engines may be on other machines.
+    ``usable`` is the number of engines that the samples in flight can fill. ``engine_bytes`` is the peak memory of an
+    added engine and its engine owner process. ``engine_cores`` is the peak number of CPU cores. ``machine_cores`` is
+    the number of cores of this machine, or None if the run's engines may be on other machines.
     """
 
     usable: int
@@ -210,32 +210,35 @@ class _PlanFile(msgspec.Struct):
 
 
 def read_room(folder: Path) -> EngineRoom | None:
-    """Returns the estimate for further engines in the run's plan; None if it has no estimate, or without a plan."""
+    """Reads the estimate for further engines from the run's plan.
+
+    Returns None if the plan or the estimate is missing.
+    """
     file = folder / PLAN_FILE
     return msgspec.json.decode(file.read_bytes(), type=_PlanFile).engine_room if file.is_file() else None
 
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
 PROBLEM = "application/problem+json"
-TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
+TYPE = "urn:relax:problem:"  # prefix of a problem's type, before its name
 STATUS_OF = {
     "malformed": 400,
     "unfit-address": 400,  # an address in engine_urls cannot be used
-    "not-in-this-run": 400,  # the run's configuration accepts no such order
+    "not-in-this-run": 400,  # the run's configuration excludes such an order
     "too-few-engines": 400,
     "too-many-engines": 400,
     "no-token": 401,
     "no-origin": 403,  # an order from a page lacks the Origin header
     "unknown-host": 403,
-    "unknown-origin": 403,  # the page of another site sent the request
+    "unknown-origin": 403,  # a page of another site sent the request
     "unknown-id": 404,
     "unknown-route": 404,
     "unknown-method": 405,
     "order-under-way": 409,
-    "other-body": 409,  # the Idempotency-Key came with another body
+    "other-body": 409,  # an earlier order had the same Idempotency-Key and another body
     "order-ended": 409,
     "no-autoscaler": 409,  # a run that starts no engines has no autoscaler
-    "no-room": 409,  # the run accepts fewer further servers
+    "no-room": 409,  # the run accepts fewer further external servers
     "engine-of-the-start": 409,  # an engine that the run started with cannot be removed
     "too-large": 413,
     "no-json": 415,
@@ -254,9 +257,9 @@ STATUS_OF = {
 class Problem:
     """Holds the body of every refusal.
 
-    ``type`` names the problem; docs/elastic.md lists the types. ``key`` and ``value`` are the wrong part of the
-    request, ``fix`` is the correction, and ``request_id`` the order that is in the way; each is null if it does not
-    apply.
+    ``type`` names the problem. docs/elastic.md lists the types. ``key`` and ``value`` are the wrong part of the
+    request, ``fix`` is the correction, and ``request_id`` is the order that blocks the request. Each is null if it does
+    not apply.
     """
 
     type: str
@@ -270,7 +273,7 @@ class Problem:
 
 
 class Refusal(Exception):
-    """Ends a request with the problem ``name`` of `STATUS_OF`. ``headers`` are further headers of the answer."""
+    """Ends a request with the problem ``name``, a key of `STATUS_OF`. ``headers`` are further response headers."""
 
     def __init__(self, name: str, detail: str, *, headers: dict[str, str] | None = None, **named: str | None) -> None:
         super().__init__(detail)

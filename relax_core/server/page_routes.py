@@ -1,4 +1,4 @@
-"""HTTP routes of the dashboard: runs, metrics, samples, evaluations, logs and the ledger."""
+"""Defines the HTTP routes of the dashboard: runs, metrics, samples, evaluations, logs and the ledger."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from relax_core.server.sample_views import picture_file, played_file
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
-THREADS, CONCURRENT_READS = 32, 2  # threads that read, and how many of them read one run
-QUEUE_S = 60.0  # longest wait of a request about a run for earlier requests about it
-MAX_READERS = 10  # runs with cached readers; the page compares eight
+THREADS, CONCURRENT_READS = 32, 2  # reader threads, and limit of threads that read one run
+QUEUE_S = 60.0  # longest wait of a request for earlier requests about the same run
+MAX_READERS = 10  # cached readers of runs; the page compares up to eight runs
 MAX_FIRST = 2**40
 MAX_TAGS, MAX_LISTED = 80, 100
-JPEG, MAX_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # first bytes of a JPEG file, and its largest size in bytes
+JPEG, MAX_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # first bytes of a JPEG file, and limit of its size in bytes
 Answer = TypeVar("Answer")
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
 class Page:
-    """Answers the page's requests about the runs below ``folders``; ``on_exchange`` is called for each new session."""
+    """Answers the page's requests about the runs below ``folders``. Calls ``on_exchange`` for each new session."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Page:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
-        self._users: Counter[str] = Counter()  # requests that use the reader of a run at this moment
+        self._users: Counter[str] = Counter()  # number of current requests per run
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._listed = ListedRuns()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
@@ -128,7 +128,7 @@ class Page:
 
     @asynccontextmanager
     async def _used_reader(self, request: Request) -> AsyncIterator[RunReader]:
-        """Yields the reader of the request's run, which stays open while the block runs."""
+        """Yields the reader of the request's run. The reader stays open while the block runs."""
         name = request.path_params["run"]
         with self._lock:
             self._users[name] += 1
@@ -141,7 +141,7 @@ class Page:
                     del self._users[name]
 
     def _reader(self, run: str) -> RunReader:
-        """Returns the reader of a run; if there are too many readers, closes those that no request uses."""
+        """Returns the reader of a run. If there are too many readers, closes unused readers."""
         with self._lock:
             if run not in self._readers:
                 path = find_runs(self._folders).get(run)
@@ -160,7 +160,7 @@ class Page:
     async def _exchange(self, request: Request) -> Response:
         key = self._session.exchange((await request.body()).decode("utf-8", "replace"))
         if key is None:
-            raise Refusal("no-token", "This link was used already. Open the one that the command printed last.")
+            raise Refusal("no-token", "This link was used already. Open the newest link that the command printed.")
         self._on_exchange()
         return _json({"session": key})
 
@@ -189,10 +189,10 @@ class Page:
         return Response(data, media_type="image/jpeg")
 
     async def _media(self, request: Request) -> Response:
-        """Answers with a sound or video, or with the part of it that the request's Range names."""
+        """Answers with a sound or video, or with the part that the Range header requests."""
         async with self._used_reader(request) as run:
             path = played_file(run.run_dir, request.path_params["digest"])
-        large = path is None or path.stat().st_size > MAX_PLAYED  # a run keeps no larger file
+        large = path is None or path.stat().st_size > MAX_PLAYED  # runs keep no larger files
         found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
             raise Refusal("unknown-id", "There is no sound or video of this item.")
@@ -215,7 +215,7 @@ REFUSALS: dict[Any, Callable[[Request, Any], Any]] = {Refusal: _refused, HTTPExc
 
 
 def page_app(page: Page) -> Starlette:
-    """Returns the application that serves the page and takes no orders."""
+    """Returns the application that serves the page. It accepts no orders."""
     return Starlette(routes=page.routes, exception_handlers=REFUSALS)
 
 
@@ -233,7 +233,7 @@ def _json(value: Any) -> Response:
 
 
 def _filters(query: Mapping[str, str]) -> dict[str, str | float]:
-    """Returns the filters of a query. Raises ValueError, which names the filter, for an invalid number."""
+    """Returns the filters of a query. Raises ValueError with the filter's name for an invalid number."""
     filters: dict[str, str | float] = {}
     for name in FILTERS:
         if value := query.get(name, ""):

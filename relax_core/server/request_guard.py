@@ -1,8 +1,8 @@
 """Checks each HTTP request: its Host, Origin, token or session key, rate and body.
 
-Programs send the run's token. The page has the key of a session, which it gets once for the token of a link; it keeps
-the key in the storage of its tab and sends it as a header. A cookie would go to every port of this machine, and so to
-the servers of other users.
+Programs send the run's token. The page sends the key of a session. It gets the key in exchange for the one-time token
+of a link, keeps the key in the storage of the browser tab, and sends it in a header. A cookie would not be safe: the
+browser would send it to every port of this machine, and so to servers of other users.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relax_core.server.order_types import PROBLEM, Refusal
 
-OPEN = "/healthz"  # the one route for programs without a token
-EXCHANGE = "/api/session"  # the page sends the link's token and gets its key; the body is not JSON
-GATEWAY = "/api/gateway"  # prefix under which the page reaches these routes for programs
+OPEN = "/healthz"  # the only route for programs without a token
+EXCHANGE = "/api/session"  # the page sends the link's token and gets the session key; the body is not JSON
+GATEWAY = "/api/gateway"  # prefix under which the page can use the routes `_OF_PAGE` for programs
 _OF_PAGE = ("/rollout/", "/run/stall")
 BODY_BYTES = 64 << 10
 REQUESTS_A_SECOND = 100
@@ -42,14 +42,17 @@ _HEADERS = {
 
 
 class Session:
-    """Holds the token of the next link, which works once, and the session's ``key``, random by default."""
+    """Holds the one-time token of the next link, and the session's ``key``, random by default."""
 
     def __init__(self, key: str | None = None) -> None:
         self._key = key or secrets.token_urlsafe(32)
         self.link_token = secrets.token_urlsafe(32)
 
     def exchange(self, token: str) -> str | None:
-        """Returns the session's key for the token of the newest link and invalidates the token; else returns None."""
+        """Returns the session key if ``token`` is the token of the newest link, and invalidates it.
+
+        Otherwise returns None.
+        """
         if not hmac.compare_digest(token.encode(), self.link_token.encode()):
             return None
         self.link_token = secrets.token_urlsafe(32)
@@ -66,19 +69,20 @@ def refusal_answer(refusal: Refusal) -> Response:
 
 
 class RequestGuard:
-    """Passes permitted requests to ``app``. Every response has the headers of the content-security policy.
+    """Passes permitted requests to ``app``. Adds security headers to every response.
 
-    The Host must be one of ``names``: after DNS rebinding, a foreign page sends another name. Keys in URLs and cookies
-    are ignored.
+    The Host must be in ``names``. This stops DNS rebinding, where a foreign page sends another host name. Keys in URLs
+    and cookies are ignored.
 
-    - The page: ``/``, ``/static/`` and ``/api/``; ``/api/`` requires the key of ``session``. The Host must have this
-      server's ``port``, and a foreign Origin is refused. Under ``/api/gateway`` the page reads engines and places
-      orders. There every request but GET requires an Origin, which a browser sends with each request that may change
-      something, so no link and no form of another site places an order.
-    - Programs: all other routes require ``token``; without a token these routes do not exist. Requests without it are
-      counted separately, so that they do not block requests with the token.
+    - The page uses ``/``, ``/static/`` and ``/api/``. ``/api/`` requires the key of ``session``. The Host must have
+      this server's ``port``, and a foreign Origin is refused. Under ``/api/gateway`` the page reads engines and places
+      orders. Under this path all requests except GET require an Origin. A browser sends an Origin with each request
+      that may change something, so a link or form of another site cannot place an order.
+    - Programs use all other routes, which require ``token``. If ``token`` is None, these routes do not exist. Requests
+      without the token are counted separately, so they do not block requests with the token.
 
-    A connection that showed a key is not replaced by strangers (`relax_core.engines.asgi_server`).
+    If there are too many connections, a connection with a valid key is never closed for a new connection
+    (`relax_core.engines.asgi_server`).
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class RequestGuard:
     ) -> None:
         self._app, self._session, self._port, self._token = app, session, port, token
         self._names = {*LOOPBACK_NAMES, *(name.lower() for name in names)}
-        self._second, self._requests = 0, {False: 0, True: 0}  # by whether a request has the token
+        self._second, self._requests = 0, {False: 0, True: 0}  # whether the request has the token → counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -121,7 +125,7 @@ class RequestGuard:
         await self._app(scope, whole, send_guarded)
 
     def _checked(self, scope: Scope) -> Scope:
-        """Returns the scope of a permitted request for the application; raises `Refusal` for others."""
+        """Returns the scope for the application if the request is permitted. Otherwise raises `Refusal`."""
         path: str = scope["path"]
         fields = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, authorization = fields.get(b"host", "").lower(), fields.get(b"authorization", "")
@@ -143,11 +147,11 @@ class RequestGuard:
             return scope
         origin = fields.get(b"origin")
         if origin is not None and origin.removeprefix("http://") not in ours:
-            raise Refusal("unknown-origin", "the request is from another site's page, not from ours", key="Origin")
+            raise Refusal("unknown-origin", "a page of another site sent the request", key="Origin")
         if not path.startswith("/api/") or path == EXCHANGE:
             return scope
         if not self._session.knows(authorization):
-            raise Refusal("no-token", "open the link that the command printed last")
+            raise Refusal("no-token", "open the newest link that the command printed")
         _check_connection(scope)
         if not path.startswith(GATEWAY):
             return scope
@@ -169,7 +173,7 @@ class RequestGuard:
         if path != OPEN and not knows_token:
             raise Refusal(
                 "no-token",
-                "this route wants the token of this run",
+                "this route needs the token of this run",
                 headers={"WWW-Authenticate": "Bearer"},
                 key="Authorization",
                 fix="send Authorization: Bearer TOKEN with the token in gateway.json of the run's folder",
@@ -177,13 +181,13 @@ class RequestGuard:
 
 
 def _check_connection(scope: Scope) -> None:
-    connection = scope.get("connection")  # missing without a server, as in a test
+    connection = scope.get("connection")  # missing in a test without a server
     if connection is not None and not connection.showed_token():
         raise Refusal("too-many-connections", "too many requests are under way", headers={"Retry-After": "1"})
 
 
 async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """Returns the body, or None if the client has left; refuses a body that is too large or not JSON."""
+    """Returns the body, or None if the client has disconnected. Refuses a body that is too large or not JSON."""
     parts, size, more = [], 0, True
     while more:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Holds the metrics of a run's event log, as curves of up to 2,000 points, and the log positions of its evaluations."""
+"""Holds the metrics of a run's event log as curves, and the locations of the run's evaluations in the log."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from relax_core.observe.event_log import (
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 
 MAX_EVALUATIONS, MAX_STRAGGLERS = 100_000, 10_000
-MAX_FORMS = 3  # forms of right answers per evaluation
-MAX_SHOWN, MAX_TEXT = 100, 20_000  # rows of an answer, and characters of a text
-MAX_HISTORY = 64  # newest evaluations in which a prompt is looked up
+MAX_FORMS = 3  # most frequent forms of right answers per evaluation
+MAX_SHOWN, MAX_TEXT = 100, 20_000  # limits of rows in a response, and of characters in a text
+MAX_HISTORY = 64  # a prompt is looked up in this number of newest evaluations
 MAX_POINTS = 2000
 MAX_BYTES = 512 * 2**20  # limit of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
-MAX_TAGS, MAX_TAG = 20_000, 300  # metrics, and characters of a name
+MAX_TAGS, MAX_TAG = 20_000, 300  # limits of metrics, and of characters in a metric's name
 MAX_RESUMES = 1000
 MEMORY = ("memory_mb", "children_memory_mb")  # memory metrics of a process
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # prefix of the rollout's metrics about requests to one engine
-_KEPT: dict[str, Callable[[str], bool]] = {  # source → whether `Timed` has a metric
+_KEPT: dict[str, Callable[[str], bool]] = {  # source → predicate: is the metric of this name kept in `Timed`?
     ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
     ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS or name.startswith(_OF_ENGINES),
     RANK: lambda name: name.endswith("_ms"),
@@ -51,18 +51,18 @@ _KEPT: dict[str, Callable[[str], bool]] = {  # source → whether `Timed` has a 
 
 
 class Curve(NamedTuple):
-    """Holds the points of one metric in order of step; a value is None if it is not finite."""
+    """Holds the points of one metric in order of steps. A value is None if it is not finite."""
 
     steps: list[int]
     values: list[float | None]
 
 
 class Timed(NamedTuple):
-    """Holds the durations of a record of work, which ended at ``end_s``, in Unix seconds.
+    """Holds the durations of one piece of work. It ended at ``end_s`` (Unix seconds).
 
-    ``step`` is its train step or weight version, and ``resumes`` counts the resumes before it. ``ms`` has its metrics
-    in milliseconds, by name without the ending, and for the rollout also ``samples``, ``tokens``, ``worker`` and those
-    of single engines.
+    ``step`` is the train step or weight version. ``resumes`` is the number of resumes before the work. ``ms`` maps
+    names to milliseconds; the suffix ``_ms`` is removed from the names. For the rollout, ``ms`` also has ``samples``,
+    ``tokens``, ``worker`` and the metrics of single engines.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Timed(NamedTuple):
 
 
 class PackedTimed(NamedTuple):
-    """Holds a `Timed` in a tenth of its memory; all records with the same names share one tuple of names."""
+    """Holds a `Timed` in a tenth of its memory. Records with equal names share one tuple of names."""
 
     source: str
     step: int
@@ -84,7 +84,7 @@ class PackedTimed(NamedTuple):
 
     @property
     def ms(self) -> dict[str, float]:
-        """Returns its metrics by name."""
+        """Returns name → value."""
         return dict(zip(self.names, self.values, strict=True))
 
 
@@ -92,7 +92,7 @@ TimedRecord = Timed | PackedTimed
 
 
 class _Points:
-    """Holds the points of one metric in order of step, 16 bytes each; a value is NaN if it is not finite."""
+    """Holds the points of one metric in order of steps, 16 bytes per point. A value is NaN if it is not finite."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
@@ -114,17 +114,17 @@ class _Points:
 
 
 class RunSeries:
-    """Holds the metrics of a run by their tags ``source/name``.
+    """Holds the metrics of a run. A metric's tag is ``source/name``.
 
-    The metrics of the trainer's ranks, which are many, are only in ``timed``. ``resumes`` lists the steps at which the
-    run was resumed. ``timed`` has the records of the trainer and its ranks, the rollout and the evaluations in their
-    order, including those that a resume undid. One thread adds, any thread may read.
+    The many metrics of the trainer's ranks are only in ``timed``. ``resumes`` lists the resumed steps. ``timed`` has
+    the records of the trainer, its ranks, the rollout and the evaluations in order, including undone records. Only one
+    thread may add records; any thread may read.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._points: dict[str, _Points] = defaultdict(_Points)
-        self._ended: dict[int, float] = {}  # train step → when it ended, in Unix seconds
+        self._ended: dict[int, float] = {}  # train step → end time in Unix seconds
         self.resumes: list[int] = []
         self.timed: list[TimedRecord] = []
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -133,7 +133,7 @@ class RunSeries:
     def add(self, record: MetricRecord) -> None:
         """Adds the next record of the run. Raises ValueError for a record above a limit."""
         if self._bytes > MAX_BYTES:
-            raise ValueError(f"the numbers take more than {MAX_BYTES} bytes of memory; the rest is left out")
+            raise ValueError(f"the numbers take more than {MAX_BYTES} bytes of memory; further numbers are left out")
         self._bytes += RECORD_BYTES + POINT_BYTES * len(record.values)
         if len(record.source) > MAX_TAG:
             raise ValueError(f"a source has more than {MAX_TAG} characters")
@@ -159,7 +159,7 @@ class RunSeries:
                 names = self._names.setdefault(tuple(ms), tuple(ms))
                 numbers = array("f", ms.values())
                 self.timed.append(PackedTimed(RANK, record.step, record.time_s, len(self.resumes), names, numbers))
-                return  # the ranks have too many metrics for curves; only the timeline shows them
+                return  # no curves for the many metrics of ranks; only the timeline shows them
         new = sum(f"{record.source}/{name}" not in self._points for name in record.values)
         if new and (len(self._points) + new > MAX_TAGS or max(map(len, record.values)) > MAX_TAG):
             raise ValueError(f"there are more than {MAX_TAGS} numbers, or a name has more than {MAX_TAG} characters")
@@ -180,7 +180,7 @@ class RunSeries:
             return sorted(tag for tag, points in self._points.items() if points.steps)
 
     def curve(self, tag: str, *, most: int = MAX_POINTS) -> Curve:
-        """Returns the curve of a tag, empty if there is none."""
+        """Returns the curve of a tag. Empty for an unknown tag."""
         with self._lock:
             points = self._points.get(tag)
             if points is None:
@@ -189,7 +189,7 @@ class RunSeries:
         return thinned(steps, values, most=most)
 
     def newest(self, tag: str) -> float | None:
-        """Returns the newest value of a tag; None if there is none, or if it is not finite."""
+        """Returns the newest value of a tag, or None if it is missing or not finite."""
         with self._lock:
             points = self._points.get(tag)
             value = points.values[-1] if points is not None and points.values else np.nan
@@ -197,24 +197,24 @@ class RunSeries:
 
     @property
     def steps_done(self) -> int:
-        """Returns the number of train steps that are done."""
+        """Returns the number of finished train steps."""
         return max(self._ended, default=-1) + 1
 
     def step_s(self, newest: int = 50) -> float | None:
-        """Returns the median seconds of the newest steps, None before there are two."""
+        """Returns the median duration of the newest steps in seconds, or None before the second step."""
         times = sorted(self._ended.items())[-newest - 1 :]
         gaps = sorted(after[1] - before[1] for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else None
 
     def ended_s(self) -> float | None:
-        """Returns when the newest step ended, in Unix seconds."""
+        """Returns the end time of the newest step in Unix seconds."""
         return self._ended[max(self._ended)] if self._ended else None
 
 
 def process_rows(series: RunSeries) -> list[dict[str, Any]]:
-    """Returns for each process its name, its newest metrics by name, and its peak memory in MB.
+    """Returns name, newest metrics and peak memory in MB of each process.
 
-    The peak memory of its children is added.
+    The peak memory includes the peak of its child processes.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
     most: dict[str, float] = defaultdict(float)
@@ -234,9 +234,9 @@ def process_rows(series: RunSeries) -> list[dict[str, Any]]:
 def thinned(
     steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MAX_POINTS
 ) -> Curve:
-    """Returns at most ``most`` points: the smallest and the largest value of each piece of a longer curve, in order.
+    """Reduces a curve to at most ``most`` points: the smallest and the largest value of each piece, in order.
 
-    A value that is not finite counts as neither and becomes None.
+    A value that is not finite is neither smallest nor largest, and becomes None.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     finite = np.isfinite(y)
@@ -253,14 +253,14 @@ def thinned(
         )
         chosen = np.unique(np.concatenate([least, largest]))
         x, y, finite = x[chosen], y[chosen], finite[chosen]
-    # Six digits are more than a screen shows, and half the bytes of a float's repr.
+    # Six digits are enough for a screen, and take half the bytes of a float's repr.
     shown = [float(f"{value:.6g}") if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)]
     return Curve(x.tolist(), shown)
 
 
 # -- Texts -------------------------------------------------------------------------------------------------------------
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes one evaluation of the weights of ``step``: the place of its event, its rows, and its exact rows."""
+    """Describes one evaluation of the weights of ``step``: event location, number of rows, number of exact rows."""
 
     step: int
     place: EventLocation
@@ -269,19 +269,19 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTexts:
-    """Holds the places of a run's evaluations in its event log, and its stragglers.
+    """Holds the locations of a run's evaluations in the event log, and the run's stragglers.
 
-    Of a repeated step the newest evaluation counts. The methods are thread-safe.
+    If a step was repeated, only its newest evaluation is used. The methods are thread-safe.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._lock = run_dir, threading.Lock()
         self._found: dict[int, Evaluation] = {}
-        self._looks: dict[int, list[dict[str, Any]]] = {}  # the most frequent forms of right answers, by step
+        self._looks: dict[int, list[dict[str, Any]]] = {}  # step → most frequent forms of right answers
         self._stragglers: dict[tuple[str, int], Straggler] = {}
 
     def add(self, text: TextRecord, place: EventLocation) -> None:
-        """Adds the next text of the run. Raises ValueError for a text above a limit or of another form."""
+        """Adds the next text record of the run. Raises ValueError if it exceeds a limit or has another form."""
         with self._lock:
             if text.kind == STRAGGLER:
                 if len(self._stragglers) >= MAX_STRAGGLERS:
@@ -297,19 +297,19 @@ class RunTexts:
                 self._found[text.step] = Evaluation(step=text.step, place=place, rows=len(text.rows), exact=exact)
 
     def evaluations(self) -> list[Evaluation]:
-        """Returns all evaluations, in order of step."""
+        """Returns all evaluations, in order of steps."""
         with self._lock:
             return [self._found[step] for step in sorted(self._found)]
 
     def stragglers(self) -> list[Straggler]:
-        """Returns the stragglers that the run has reported until now."""
+        """Returns the stragglers that the run has reported so far."""
         with self._lock:
             return list(self._stragglers.values())
 
     def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
-        """Returns the matching rows of an evaluation: fully right or not, and with ``words`` in any of their texts.
+        """Returns the matching rows of an evaluation. Filters are: exact or not, and ``words`` in any text of the row.
 
-        Raises FileNotFoundError if there is no such evaluation.
+        Raises FileNotFoundError if the evaluation does not exist.
         """
         chosen = next((evaluation for evaluation in self.evaluations() if evaluation.step == step), None)
         if chosen is None:
@@ -330,7 +330,7 @@ class RunTexts:
         }
 
     def history(self, prompt: str) -> list[dict[str, Any]]:
-        """Returns the answers to this prompt in the newest evaluations, each with its step; newest first."""
+        """Returns the answers to a prompt in the newest evaluations, with their steps, newest first."""
         found = []
         for evaluation in reversed(self.evaluations()[-MAX_HISTORY:]):
             found += [

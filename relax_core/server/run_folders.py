@@ -1,7 +1,7 @@
-"""Finds runs below the user's folders, and opens only files inside a run's folder.
+"""Finds runs below the user's folders, and safely opens files inside a run's folder.
 
-`log_files`, `log_chunk` and `search_log` read a run's logs. The content of such a folder is untrusted. A file that
-cannot be read affects its own run only.
+`log_files`, `log_chunk` and `search_log` read a run's logs. The content of a run's folder is untrusted. An unreadable
+file affects only its run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import psutil
 
 from relax_core.contracts.untrusted_files import decode_json, open_plain, read_plain_file, shown_line
 
-MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
+MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of these files is a run's folder
 MAX_DEPTH, MAX_RUNS = 3, 200
-MAX_ENTRIES, MAX_BELOW = 20_000, 5_000  # entries that are read of a folder that the user named, or of a folder below
-SEARCH_S = 2.0  # time limit of the search in all folders together
-SILENT_S = 120.0  # a run of another host that has written nothing for this time counts as ended
+MAX_ENTRIES, MAX_BELOW = 20_000, 5_000  # limits of entries read: of a folder that the user named, and of a folder below
+SEARCH_S = 2.0  # time limit of the search in all folders
+SILENT_S = 120.0  # a run of another host has ended if it has written nothing for this time
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
-MAX_SUMMARY, MAX_LOCK = 4 * 2**20, 200  # bytes that are read of these files
-MAX_WORDS, MAX_NAME = 300, 200  # characters of a reason, and of a name of a run
+MAX_SUMMARY, MAX_LOCK = 4 * 2**20, 200  # limits of bytes read of these files
+MAX_WORDS, MAX_NAME = 300, 200  # limits of characters: of a reason, and of a run's name
 UNREADABLE = "unreadable"
-# Errors from reading an untrusted file. SQLite out of memory raises MemoryError; a link to itself and a text that is
-# nested too deeply raise RuntimeError.
+# Errors from reading an untrusted file. SQLite out of memory raises MemoryError. A link to itself or a too deeply
+# nested text raises RuntimeError.
 BROKEN = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, AssertionError, sqlite3.Error),
@@ -41,11 +41,11 @@ BROKEN = (
 
 
 class NotInside(ValueError):
-    """The path leads out of the run's folder, or to something that is no plain file."""
+    """The path leads out of the run's folder, or does not lead to a plain file."""
 
 
 class RunStatus(NamedTuple):
-    """Holds the state of a run, and the reason why its files cannot be read, or ""."""
+    """Holds the state of a run. ``problem`` is the reason why its files cannot be read, or ""."""
 
     state: str
     problem: str = ""
@@ -60,9 +60,9 @@ _summary = msgspec.json.Decoder(_Summary)
 
 
 def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
-    """Returns id → path of the runs in or below the folders, newest first; the id depends on the path alone.
+    """Returns id → path of the runs in or below the folders, newest first. The id depends only on the path.
 
-    Links are not followed below the folders. Folders are searched level by level for `SEARCH_S` seconds at most, so a
+    Links below the folders are not followed. Folders are searched level by level for at most `SEARCH_S` seconds. So a
     folder with a million entries does not hide the runs next to it.
     """
     found: set[Path] = set()
@@ -97,12 +97,15 @@ def _folders_in(folder: Path, most: int) -> list[Path]:
                 for entry in islice(entries, most)
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
             ]
-    except OSError:  # it cannot be read or has gone
+    except OSError:  # unreadable or removed
         return []
 
 
 def files_in(run_dir: Path, *parts: str, most: int) -> list[Path]:
-    """Returns the files in a folder of the run, sorted, ``most`` at most; none if it is no folder of the run itself."""
+    """Returns at most ``most`` files in a subfolder of the run, sorted.
+
+    Empty if the subfolder is not inside the run.
+    """
     folder = run_dir.joinpath(*parts)
     if os.path.realpath(folder) != os.path.join(os.path.realpath(run_dir), *parts):
         return []
@@ -125,16 +128,16 @@ def _modified_s(path: Path) -> float:
 
 
 def inside(run_dir: Path, *parts: str) -> Path:
-    """Returns the path of a plain file in the run's folder; each part is a name without "/".
+    """Returns the path of a plain file in the run's folder. ``parts`` are names without "/".
 
-    Raises NotInside for another part, "..", a link that leads out of the folder, or anything but a plain file, and
-    FileNotFoundError if there is nothing.
+    Raises NotInside for a part with "/", for "..", for a link that leads out of the folder, and for anything except a
+    plain file. Raises FileNotFoundError if the file does not exist.
     """
     named = all(Path(part).name == part and part != ".." for part in parts)
     try:
         real = run_dir.joinpath(*parts).resolve(strict=True) if named else run_dir
         plain = named and real.is_relative_to(run_dir.resolve()) and stat.S_ISREG(real.stat().st_mode)
-    except (RuntimeError, NotADirectoryError) as error:  # a link that leads to itself
+    except (RuntimeError, NotADirectoryError) as error:  # a link to itself
         raise NotInside(f"{'/'.join(parts)} is no file in the run's folder") from error
     if not plain:
         raise NotInside(f"{'/'.join(parts)} is no file in the run's folder")
@@ -142,7 +145,10 @@ def inside(run_dir: Path, *parts: str) -> Path:
 
 
 def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
-    """Opens the file of `inside`. Raises the errors of `inside`, also if the file was replaced meanwhile."""
+    """Opens the file of `inside`.
+
+    Raises the errors of `inside`, also if another process replaces the file meanwhile.
+    """
     file = open_plain(inside(run_dir, *parts))
     if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(run_dir.resolve()):
         file.close()
@@ -153,14 +159,14 @@ def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
 def run_state(run_dir: Path) -> str:
     """Returns "live", the outcome in summary.json, or "crashed" for a run that ended without a summary.
 
-    A run is live while the process that holds its folder exists. This cannot be checked for a run of another host,
-    which counts as live while it writes. "unreadable" is a run with an unreadable summary.json.
+    A run is live while the process that locked its folder exists. For a run of another host this cannot be checked.
+    Such a run is live while it writes files. A run with an unreadable summary.json is "unreadable".
     """
     return run_status(run_dir).state
 
 
 def run_status(run_dir: Path) -> RunStatus:
-    """Returns the state of `run_state`, and the reason why the summary cannot be read."""
+    """Returns the state like `run_state`, and the reason why the summary cannot be read."""
     if _process_lives(run_dir):
         return RunStatus("live")
     try:
@@ -170,7 +176,9 @@ def run_status(run_dir: Path) -> RunStatus:
     except (OSError, ValueError) as error:
         return RunStatus(UNREADABLE, reason(SUMMARY, error))
     if not _OUTCOME.fullmatch(summary.outcome):
-        return RunStatus(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MAX_NAME]} is none of a run")
+        return RunStatus(
+            UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MAX_NAME]} is no outcome of a run"
+        )
     return RunStatus(shown_line(summary.outcome)[:MAX_NAME])
 
 
@@ -202,30 +210,30 @@ def _process_lives(run_dir: Path) -> bool:
 LOGS = "logs"
 CHUNK = 64 * 2**10
 SEARCHED_BYTES, MAX_FOUND, MAX_LINE = 64 * 2**20, 500, 2000
-MAX_READ_LINE = 2**20  # bytes of a line that are searched together
+MAX_READ_LINE = 2**20  # a longer line is searched in pieces of this number of bytes
 MAX_FILES = 5000
 
 
 def log_files(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns name and size in bytes of each log file, at most `MAX_FILES`.
+    """Returns name and size in bytes of each log file, for at most `MAX_FILES` files.
 
-    Links out of the run's folder, special files and names that are not valid text are left out.
+    Leaves out links out of the run's folder, special files, and names that are not valid text.
     """
     found = []
     for path in files_in(run_dir, LOGS, most=MAX_FILES):
         try:
             size = inside(run_dir, LOGS, path.name).stat().st_size
             path.name.encode()
-        except (OSError, ValueError):  # it is no plain file, or its name is no text
+        except (OSError, ValueError):  # not a plain file, or the name is not valid text
             continue
         found.append({"name": path.name, "size": size})
     return found
 
 
 def log_chunk(run_dir: Path, name: str, start: int | None) -> dict[str, Any]:
-    """Returns at most 64 KiB of text from byte ``start`` on, or of the file's end if it is None, and the next position.
+    """Returns at most 64 KiB of text and the position of the next byte. ``start`` None reads the file's end.
 
-    A chunk ends after a complete line unless one line is larger, so an unfinished line comes with a later call. Raises
+    A chunk ends after a complete line. A later call returns an unfinished line. A line above 64 KiB is split. Raises
     the errors of `inside`.
     """
     with open_inside(run_dir, LOGS, name) as file:
@@ -240,7 +248,7 @@ def log_chunk(run_dir: Path, name: str, start: int | None) -> dict[str, Any]:
 
 
 def search_log(run_dir: Path, name: str, words: str) -> dict[str, Any]:
-    """Returns the lines with ``words``, in any case, of the file's last 64 MiB; at most the last 500."""
+    """Returns the last 500 lines with ``words`` in the last 64 MiB of the file. Ignores case."""
     wanted = words.casefold()
     found: list[str] = []
     with open_inside(run_dir, LOGS, name) as file:

@@ -1,4 +1,4 @@
-"""Answers the page's requests about one run from the files in its folder, and caches the data that it has read."""
+"""Answers the page's requests about one run from the files in its folder. Caches the data."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from relax_core.server.sample_views import SampleViews
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 LEDGER, NO_LEDGER = "ledger.sqlite", "This run has no ledger that can be read from this machine."
-LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # wait for a writer; time limit of all reads of a ledger
-REST = 100  # a slow answer is recomputed after 100 times its computation time
-NEWEST_S = 1.0  # longest wait of a call for the newest samples
+LEDGER_BUSY_S, QUERY_S = 1.0, 10.0  # longest wait for a writer; time limit for all reads of a ledger
+REST = 100  # an answer is cached for this multiple of its computation time
+NEWEST_S = 1.0  # longest wait of a request for the newest samples
 END_S = 10.0
 MAX_ALARMS = 50
-MAX_TEXT_BYTES = 2**20  # largest part of a file that is shown unchanged
+MAX_TEXT_BYTES = 2**20  # limit of a file's text in a response
 MAX_CONFIG = 2**18  # bytes of config.yaml
-MAX_NODES, MAX_YAML_DEPTH, MAX_SCALAR = 20_000, 50, 20_000  # limits of a YAML text
+MAX_NODES, MAX_YAML_DEPTH, MAX_SCALAR = 20_000, 50, 20_000  # limits of a YAML text: nodes, depth, scalar's length
 READ_S = 5.0  # time limit for reading the event log in one call
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
@@ -65,14 +65,14 @@ SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class CachedAnswer(Generic[Answer]):
-    """Caches an answer for 100 times its computation time, and for a second at least."""
+    """Caches an answer for 100 times its computation time, and at least one second."""
 
     def __init__(self, compute: Callable[[], Answer]) -> None:
         self._compute, self._until = compute, 0.0
         self._answer: Answer | None = None
 
     def __call__(self) -> Answer:
-        """Returns the answer, recomputed if the cached answer has expired."""
+        """Returns the answer. Recomputes it if the cached answer has expired."""
         began = time.monotonic()
         if began >= self._until:
             self._answer = self._compute()
@@ -82,7 +82,7 @@ class CachedAnswer(Generic[Answer]):
 
 
 class RunReader:
-    """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files.
+    """Reads one run's folder. Its methods are thread-safe. ``cache`` is the folder of the index files.
 
     ``samples_share`` is the indexed share of the sample files, from 0 to 1.
     """
@@ -128,9 +128,9 @@ class RunReader:
         self._log_inode = _inode(self.run_dir / EVENTS_FOLDER)
 
     def _follow(self) -> None:
-        """Reads new events of the log for `READ_S` seconds at most; the next call continues."""
+        """Reads new events of the log for at most `READ_S` seconds. The next call continues."""
         with self._lock:
-            if self._log_inode != _inode(self.run_dir / EVENTS_FOLDER):  # another run has the folder's name
+            if self._log_inode != _inode(self.run_dir / EVENTS_FOLDER):  # another run now has this folder name
                 self._open_log()
             until = time.monotonic() + READ_S
             while time.monotonic() < until and (found := self._log.read_placed()):
@@ -148,10 +148,10 @@ class RunReader:
                         self._problems[EVENTS_FOLDER] = reason(place.name, error)
 
     def samples(self) -> SampleIndex | None:
-        """Returns the index of the run's samples, or None if it has none.
+        """Returns the index of the run's samples, or None if the run has no samples.
 
-        A thread indexes new records. The call waits for it for at most `NEWEST_S` seconds, so a small run is read
-        completely; a large run is completed later, and ``samples_share`` is the indexed share.
+        A thread indexes new records. The call waits for the thread for at most `NEWEST_S` seconds. So a small run is
+        indexed completely. For a large run the thread continues later, and ``samples_share`` is the indexed share.
         """
         with self._lock:
             if self._index is None:
@@ -172,7 +172,7 @@ class RunReader:
         return index
 
     def views(self) -> SampleViews:
-        """Returns the views of the run's samples. Raises FileNotFoundError if it has none."""
+        """Returns the views of the run's samples. Raises FileNotFoundError if the run has no samples."""
         index = self.samples()
         if index is None:
             raise FileNotFoundError("This run keeps no samples (tracker.samples=0, or an older Relax made it).")
@@ -183,7 +183,7 @@ class RunReader:
 
     def _index_forever(self) -> None:
         index = self._index
-        assert index is not None, "it is made before the thread starts"
+        assert index is not None, "the index exists before the thread starts"
         while not self._closing:
             if not self._wanted.wait(1.0):
                 continue
@@ -193,12 +193,12 @@ class RunReader:
                     self.samples_share = index.share()
                 self.samples_share, self._index_problem = 1.0, ""
                 self._drops()
-            except BROKEN as error:  # a file holds something else, the folder has gone, or the cache's disk is full
+            except BROKEN as error:  # invalid file, removed folder, or full disk of the cache
                 self._index_problem = f"No further samples can be read: {reason('', error)}."
             self._read_all.set()
 
     def overview(self) -> dict[str, Any]:
-        """Returns the data of the page's head: state, progress, expected end, newest values, ledger."""
+        """Returns the data of the page header: state, progress, expected end, newest values, ledger."""
         series, config, index = self.series(), self.config(), self.samples()
         newest = list(self._alarms)[::-1]
         total = _number(_at(config, "run", "steps"))
@@ -227,7 +227,10 @@ class RunReader:
         return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
 
     def _tried(self, name: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns the content of a file, or ``otherwise`` if it cannot be read; the overview then lists the problem."""
+        """Returns the content of a file.
+
+        If the file cannot be read, returns ``otherwise``, and the overview lists the problem.
+        """
         try:
             found = read()
         except FileNotFoundError:
@@ -240,16 +243,16 @@ class RunReader:
         return found
 
     def pulse(self) -> dict[str, Any]:
-        """Returns the few values by which an open page detects new data."""
+        """Returns a few values that change when there is new data, for open pages."""
         series = self.series()
         return {"state": self._standing().state, "steps_done": series.steps_done, "points": len(series.tags())}
 
     def config(self) -> dict[str, Any]:
-        """Returns the run's configuration, empty if it is missing or cannot be read."""
+        """Returns the run's configuration. Empty if the file is missing or unreadable."""
         return self._values()
 
     def summary(self) -> dict[str, Any]:
-        """Returns summary.json, empty if it is missing or cannot be read."""
+        """Returns summary.json. Empty if the file is missing or unreadable."""
         return self._outcome()
 
     def _read_config(self) -> dict[str, Any]:
@@ -266,7 +269,7 @@ class RunReader:
         return data
 
     def text(self, name: str) -> str:
-        """Returns a file's text, of a large one the first MiB. Raises FileNotFoundError and NotInside."""
+        """Returns the text of a file, at most the first MiB. Raises FileNotFoundError and NotInside."""
         with open_inside(self.run_dir, name) as file:
             return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
 
@@ -290,7 +293,10 @@ class RunReader:
         return self._tried(SUMMARY, lambda: msgspec.convert(counts or {}, dict[str, int]), {})
 
     def batch(self, step: int) -> list[SampleLife]:
-        """Returns the lives of the samples that ended at a train step. Raises FileNotFoundError if it has not ended."""
+        """Returns the life cycles of the samples that ended at a train step.
+
+        Raises FileNotFoundError before the step has ended.
+        """
         ends = {record.step: record for record in self.series().timed if record.source == ACTOR and "step" in record.ms}
         if step not in ends:
             raise FileNotFoundError(f"Train step {step} has not ended.")
@@ -311,11 +317,14 @@ class RunReader:
         return None if self._index is None else self._index.overview()
 
     def _take_drops(self) -> bool:
-        assert self._index is not None, "the samples are open"
+        assert self._index is not None, "`samples` has opened the index"
         return self._tried(f"the drops in {LEDGER}", partial(self._give_drops, self._index), None) is None
 
     def _give_drops(self, index: SampleIndex) -> None:
-        """Passes the samples that the bus dropped since the last call to the index; after a restore, all of them."""
+        """Marks the newly dropped samples in the index.
+
+        After a restore of the ledger, marks all dropped samples again.
+        """
         with open_ledger(self.run_dir) as ledger:
             after, restores = index.ledger_position()
             found = ledger.drops(after=after, restores=restores)
@@ -326,8 +335,9 @@ class RunReader:
 def open_ledger(run_dir: Path) -> LedgerFile:
     """Returns the run's ledger.
 
-    Raises FileNotFoundError if there is none or SQLite must not open it from here: while a run of another host writes
-    it on a shared disk, its write-ahead log is in that host's memory. Raises what `LedgerFile` does for another file.
+    Raises FileNotFoundError if the ledger does not exist, or if a run of another host is writing it on a shared disk.
+    SQLite must not open such a ledger, because the index of its write-ahead log is in the other host's memory. For an
+    invalid file, raises the errors of `LedgerFile`.
     """
     try:
         path = inside(run_dir, LEDGER)
@@ -348,13 +358,13 @@ def _host_of_lock(run_dir: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the runs' indices in the user's cache."""
+    """Returns the folder of the sample indices in the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "relax" / "dashboard"
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Limits yaml's safe loader; aliases are refused, because they make a short text a large value."""
+    """Limits yaml's safe loader. Refuses aliases, because they can expand a short text to a huge value."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -363,31 +373,31 @@ class _YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Composes the next node. Raises ValueError above a limit."""
         if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias (*name), which no configuration of Relax has")
+            raise ValueError("it has an alias (*name), and configurations of Relax have no aliases")
         self._nodes += 1
         self._depth += 1
         if self._nodes > MAX_NODES or self._depth > MAX_YAML_DEPTH:
             raise ValueError(f"it has more than {MAX_NODES} nodes, or some deeper than {MAX_YAML_DEPTH}")
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_SCALAR:
-            node.tag = "tag:yaml.org,2002:str"  # no number or time is that long
+            node.tag = "tag:yaml.org,2002:str"  # numbers and times are shorter
         self._depth -= 1
         return node
 
 
 def decode_yaml(text: str) -> dict[str, Any]:
-    """Returns the mapping in a YAML text, with text as keys and JSON values. Raises ValueError for another text."""
+    """Returns the mapping in a YAML text, with string keys and JSON values. Raises ValueError for any other text."""
     loader = _YamlLoader(text)
     try:
         found = loader.get_single_data()
     except (yaml.YAMLError, RecursionError, LookupError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"it is no YAML that can be read: {error}") from error
+        raise ValueError(f"it is not valid YAML: {error}") from error
     finally:
         loader.dispose()
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ValueError("it is no mapping")
+        raise ValueError("it is not a mapping")
     return {str(key): _plain(value) for key, value in found.items()}
 
 

@@ -1,12 +1,13 @@
-"""Builds the timeline of a run: the work of roles, ranks and engines, and the restarts, recoveries and orders.
+"""Builds the timeline of a run: work of roles, ranks and engines; restarts, recoveries and orders.
 
-Every record of work has a duration and an end time. The parts of a train step are placed one after the other in the
-order of the trainer; a step of several micro-batches alternates between some of them, so their lengths are exact and
-their positions inside the step are not. Restarts come from `logs/recoveries.json`, orders from the event log.
+Every record of work has a duration and an end time. The timeline shows the parts of a train step one after the other,
+in the trainer's order. A step with several micro-batches really alternates between some parts. So the lengths of the
+parts are exact, but their positions inside the step are not. Restarts come from `logs/recoveries.json`, orders from the
+event log.
 
-`WRITERS` writes the spans as a trace: in Chrome's JSON format, and as OTLP with OpenTelemetry's own classes. Each
-format gets the same rows. Spans of one row are nested or disjoint: a lane with overlapping spans has several rows, and
-the parts of a train step are in the trainer's row, inside their step.
+`WRITERS` write the spans as a trace: in Chrome's JSON format, or as OTLP with OpenTelemetry's classes. Both formats
+have the same rows. Spans of one row are nested or disjoint. So a lane with overlapping spans gets several rows. The
+parts of a train step are in the trainer's row, inside the step.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from relax_core.server.run_events import TimedRecord
 from relax_core.server.run_folders import BROKEN, inside, reason
 
 TRAIN = "train/"  # prefix of the parts of the train call
-RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in their usual order
-IN_PIPELINE = ("pack", "forward", "sums")  # parts that a rank's time in the pipeline's schedule includes
+RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in the usual order
+IN_PIPELINE = ("pack", "forward", "sums")  # parts that are included in a rank's pipeline schedule time
 BETWEEN_CALLS = "between calls"
 _ENGINE, _SPAN, _LAG = "engine/", "/span", "/lag"
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds one piece of work from ``start_s`` to ``end_s``, in Unix seconds; ``values`` has further metrics of it.
+    """Holds one piece of work from ``start_s`` to ``end_s`` (Unix seconds). ``values`` has its further metrics.
 
-    ``of_rank`` is True for a part of the work of one of the trainer's ranks.
+    ``of_rank`` is True for work of a single trainer rank.
     """
 
     lane: str
@@ -53,7 +54,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def span_of(lane: str, name: str, record: TimedRecord, took_ms: float) -> Span:
-    """Returns a span that ended with its record, with the record's metrics except those of parts and single engines."""
+    """Returns the span of a record. It has the record's metrics, except metrics of parts and of single engines."""
     values = {key: value for key, value in record.ms.items() if not key.startswith((TRAIN, _ENGINE))}
     return Span(
         lane=lane, name=name, start_s=record.end_s - took_ms / 1e3, end_s=record.end_s, step=record.step, values=values
@@ -61,7 +62,7 @@ def span_of(lane: str, name: str, record: TimedRecord, took_ms: float) -> Span:
 
 
 def engine_spans(record: TimedRecord) -> Iterator[Span]:
-    """Yields a span for each engine, from its first to its last request in the record of a rollout."""
+    """Yields one span per engine: from its first to its last request in a rollout record."""
     for key, span_ms in record.ms.items():
         if not key.startswith(_ENGINE) or not key.endswith(_SPAN):
             continue
@@ -79,7 +80,7 @@ def engine_spans(record: TimedRecord) -> Iterator[Span]:
 
 
 def rank_spans(record: TimedRecord) -> Iterator[Span]:
-    """Yields the parts of each rank's work on a train step, one after the other; together they are its step time."""
+    """Yields the parts of each rank's work on a train step, one after the other. The sum is the rank's step time."""
     for key, step_ms in record.ms.items():
         name = key.removesuffix("/step")
         if name == key:
@@ -110,11 +111,11 @@ def _parts(ms: dict[str, float], name: str, step_ms: float) -> Iterator[tuple[st
 
 RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
 FILE = ("logs", "recoveries.json")
-IN_PLACE = 1  # the tier of a recovery that is a restart of one process
-MAX_ORDERS = 1000  # the newest orders
-MAX_STATES = 100  # states of an order
-MAX_FILE = 4 * 2**20  # bytes of a JSON file
-MAX_NAMED = 4  # engines that the name of an order's span lists
+IN_PLACE = 1  # tier of a recovery that restarted one process
+MAX_ORDERS = 1000  # limit of orders; the newest are kept
+MAX_STATES = 100  # limit of states of an order
+MAX_FILE = 4 * 2**20  # limit of a JSON file in bytes
+MAX_NAMED = 4  # limit of engines in the name of an order's span
 
 
 class _Recovery(msgspec.Struct):
@@ -152,7 +153,7 @@ _line_decoder = msgspec.json.Decoder(_Line)
 def event_spans(
     run_dir: Path, timed: Sequence[TimedRecord], orders: Iterable[RunOrder]
 ) -> tuple[list[Span], list[str]]:
-    """Returns the spans of restarts, recoveries and orders of a run, and a sentence about an unreadable file.
+    """Returns the spans of restarts, recoveries and orders of a run, and sentences about unreadable files.
 
     A span without an end lasts until the newest record of ``timed``.
     """
@@ -186,7 +187,7 @@ def _recovery_spans(
             continue
         if recovery.seconds is not None:
             end_s = recovery.time_s + recovery.seconds
-        else:  # the controller that began it has ended before it saw a train step
+        else:  # the controller of this recovery ended before a train step
             place = bisect_right(ends, recovery.time_s, key=itemgetter(0))
             end_s = ends[place][0] if place < len(ends) else max(recovery.time_s, newest_s)
         in_place = recovery.tier == IN_PLACE
@@ -202,7 +203,7 @@ def _recovery_spans(
 
 
 def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
-    """Adds a change to the newest orders, sorted oldest first. Raises ValueError for a change of another form."""
+    """Adds a change to the newest orders, oldest first. Raises ValueError for a change of another form."""
     order = decode_json(bytes(change.change), _line_decoder).order
     if order is not None:
         orders[order.request_id] = order
@@ -211,7 +212,7 @@ def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
 
 
 def read_orders(run_dir: Path) -> list[RunOrder]:
-    """Returns the newest orders of a run; unreadable changes are left out."""
+    """Returns the newest orders of a run. Ignores unreadable changes."""
     found: dict[str, RunOrder] = {}
     for event in EventReader(run_dir, kinds=("order",), writer=ORDERS).each():
         with suppress(ValueError):
@@ -221,7 +222,7 @@ def read_orders(run_dir: Path) -> list[RunOrder]:
 
 
 def _order_spans(order: RunOrder, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
-    """Yields a span for each state of an order; the final state has no length."""
+    """Yields a span for each state of an order. The span of the final state has no length."""
     named = ", ".join(order.engine_ids[:MAX_NAMED])
     more = len(order.engine_ids) - MAX_NAMED
     what = f"{order.kind} {named}{f' and {more} more' if more > 0 else ''}".strip()
@@ -250,15 +251,15 @@ ORDER = ("checkpoint", *(part for part in STEP_PARTS if part != "checkpoint"))
 OTHER = "other"
 TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
 MAX_STEPS = 400
-MAX_RANK_SPANS = 20_000  # of a timeline; above it the ranks' parts are left out
-NEAR_S = 60.0  # longest delay of a record after its step's end, and longest push of weights
-MUCH, LITTLE = 0.5, 0.1  # waiting shares of the trainer: from MUCH on it is faster than rollout, up to LITTLE slower
+MAX_RANK_SPANS = 20_000  # a timeline with more spans leaves out the parts of ranks
+NEAR_S = 60.0  # longest delay of a record after the end of its step, and longest weight push
+MUCH, LITTLE = 0.5, 0.1  # share of waits in a step; from MUCH on, rollout is slower; up to LITTLE, the trainer is
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the spans of the train steps ``first`` to ``last``, and the split of the trainer's time.
 
-    ``shares`` maps each part of a step to its share of the time, and ``told`` has sentences about the trainer's waits.
+    ``shares`` maps each part of a step to its share of the time. ``told`` has sentences about the trainer's waits.
     """
 
     first: int
@@ -278,10 +279,10 @@ def make_timeline(
     newest: int = 8,
     events: Sequence[Span] = (),
 ) -> Timeline | None:
-    """Returns the timeline of these train steps, at most `MAX_STEPS`, or of the ``newest`` steps; None without steps.
+    """Returns the timeline of the train steps ``first`` to ``last``, at most `MAX_STEPS`, or of the ``newest`` steps.
 
-    If a step was repeated after a resume, its last run counts; the spans are those of all attempts in the time of the
-    steps, and those of ``events`` (`event_spans`).
+    Returns None without steps. If a step was repeated after a resume, its newest record is used. The result has all
+    spans of any attempt in the time of the steps, and the spans ``events`` (`event_spans`).
     """
     steps: dict[int, TimedRecord] = {
         record.step: record for record in timed if record.source == ACTOR and "step" in record.ms
@@ -318,7 +319,7 @@ def make_timeline(
 
 
 def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
-    """Returns every span of the records, in the order of their records."""
+    """Returns all spans of the records, in the order of the records."""
     spans: list[Span] = []
     actors = [record for record in timed if record.source == ACTOR and "step" in record.ms]
     for record in timed:
@@ -349,7 +350,7 @@ def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
 
 
 def step_shares(steps: Sequence[TimedRecord]) -> dict[str, float]:
-    """Returns the share of each part in the time of these steps; together they are 1."""
+    """Returns the share of each part in the time of the steps. The sum is 1."""
     total = sum(step.ms["step"] for step in steps)
     shares = {part: sum(step.ms.get(part, 0.0) for step in steps) / total for part in ORDER} if total else {}
     return {**shares, OTHER: 1.0 - sum(shares.values())} if shares else {}
@@ -410,14 +411,14 @@ def _told(steps: Sequence[TimedRecord], shares: dict[str, float]) -> list[str]:
 
 
 # -- Traces ------------------------------------------------------------------------------------------------------------
-PROCESS = 1  # the number of the one process of a trace in Chrome's format
+PROCESS = 1  # id of the single process in a Chrome trace
 SCOPE = "relax trace"
 
 
 class PlacedSpan(NamedTuple):
-    """Holds a span in a row: ``lane`` and ``place`` name the row; times are whole microseconds since the first span.
+    """Holds a span and its row, named by ``lane`` and ``place``. Times are whole microseconds since the first span.
 
-    ``parent`` is the train step that contains the span as a part, None for other spans.
+    ``parent`` is the train step that contains the span, or None if the span is not a part of a train step.
     """
 
     lane: str
@@ -434,12 +435,12 @@ class PlacedSpan(NamedTuple):
 
 
 def chrome_trace(spans: Sequence[Span], *, run: str) -> bytes:
-    """Returns the trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open."""
+    """Returns the trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing."""
     return msgspec.json.encode({"traceEvents": trace_events(spans), "displayTimeUnit": "ms"})
 
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Returns the events of Chrome's trace format, times in whole microseconds since the first span."""
+    """Returns the events in Chrome's trace format. Times are whole microseconds since the first span."""
     rows: dict[str, int] = {}
     events: list[dict[str, Any]] = []
     for placed_span in placed_spans(spans):
@@ -467,8 +468,8 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
     """Returns the trace as OTLP, the body of ``POST /v1/traces`` with the content type application/x-protobuf.
 
-    One root span covers the whole run. The ids are derived from the run's name and the row, time and name of each span,
-    so a collector that gets a run twice gets the same spans. Raises ValueError without OpenTelemetry's client.
+    One root span covers the whole run. Ids are derived from the run's name and the row, time and name of each span. So
+    a collector that receives a run twice gets equal spans. Raises ValueError if OpenTelemetry's client is missing.
     """
     try:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -533,15 +534,15 @@ def _id(*parts: object, bytes_: int = 8) -> int:
 
 
 def first_us(spans: Sequence[Span]) -> int:
-    """Returns when the first span began, in Unix microseconds."""
+    """Returns the start time of the first span in Unix microseconds."""
     return round(1e6 * min(span.start_s for span in spans))
 
 
 def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
     """Yields the spans with their rows, in order of their starts.
 
-    The clocks of two records differ by fractions of a millisecond, so a step begins no earlier than the previous step
-    ended.
+    The clocks of two records differ by fractions of a millisecond. So a step's start is moved to the previous step's
+    end if they overlap.
     """
     base_s = min(span.start_s for span in spans)
     ends: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Builds the page's views of samples: a list with the beginning of each text, and single samples by token."""
+"""Builds the page's views of samples: a list with the beginning of each text, and single samples token by token."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from relax_core.observe.sample_log import (
 from relax_core.server.run_folders import inside, reason
 
 SEARCH_S = 20.0  # time limit of a search
-SEARCHED = 2000  # samples that one search reads: the newest that match the other filters
-PREVIEW = 160  # characters of an answer in a list
-MAX_TOKENS = 20_000  # of one sample on the page; a longer sample is cut in its middle
-MAX_GROUP, MAX_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
+SEARCHED = 2000  # one search reads this number of newest samples that match the other filters
+PREVIEW = 160  # limit of an answer in a list, in characters
+MAX_TOKENS = 20_000  # limit of one sample on the page; a longer sample is cut in the middle
+MAX_GROUP, MAX_TEXT = 64, 20_000  # limits of samples of a group side by side, and of characters per text
 DIGEST = re.compile(r"[0-9a-f]{32}")
-KEPT_ROWS = 1_000_000  # of the most recently read trees, about 20 bytes each
+KEPT_ROWS = 1_000_000  # limit of cached rows of recently read trees, about 20 bytes per row
 
 
 class SampleViews:
@@ -42,7 +42,7 @@ class SampleViews:
 
     def __init__(self, run_dir: Path, index: SampleIndex) -> None:
         self._run_dir, self._index = run_dir, index
-        self.problem = ""  # why the tokenizer cannot be read
+        self.problem = ""  # reason why the tokenizer cannot be read
         try:
             self._text: SampleText | None = SampleText(run_dir)
         except (FileNotFoundError, ValueError) as error:
@@ -51,17 +51,17 @@ class SampleViews:
         self._lock = threading.Lock()
 
     def listed(self, filters: Mapping[str, str | float], *, order: str, first: int, most: int) -> dict[str, Any]:
-        """Returns the number of matching samples, and some of them with the beginning of their answers."""
+        """Returns the number of matching samples, and one page of them with the beginning of their answers."""
         count, rows = self._index.find(filters, order=order, first=first, most=most)
         return {"count": count, "rows": [self._with_preview(row) for row in rows], "searched": None}
 
     def searched(
         self, filters: Mapping[str, str | float], words: str, *, most: int, before: int | None = None
     ) -> dict[str, Any]:
-        """Returns the newest samples with ``words`` in their prompt or answer, in any case.
+        """Returns the newest samples with ``words`` in their prompt or answer. Ignores case.
 
-        ``before`` is the last id of an earlier search. ``next`` in the result is the last id of this search, None if
-        there is no older sample.
+        ``before`` is the last id of an earlier search. ``next`` in the result is the last id of this search, or None if
+        no older samples exist.
         """
         wanted, found, searched, last = words.casefold(), [], 0, None
         until = time.monotonic() + SEARCH_S
@@ -78,7 +78,7 @@ class SampleViews:
         return {"count": len(found), "rows": found, "searched": searched, "next": last if more else None}
 
     def group(self, uid: str) -> dict[str, Any]:
-        """Returns the samples of a group side by side, with their whole text."""
+        """Returns the samples of a group with their full texts."""
         _, rows = self._index.find({"group": uid}, order="oldest", most=MAX_GROUP)
         texts = [self._texts(row) for row in rows]
         return {
@@ -88,7 +88,7 @@ class SampleViews:
         }
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """Returns a sample with its tokens, or None if it does not exist; ``gone`` says why its tokens are missing."""
+        """Returns a sample with its tokens, or None if it does not exist. ``gone`` says why the tokens are missing."""
         row = self._index.sample(number)
         if row is None:
             return None
@@ -99,10 +99,11 @@ class SampleViews:
             return {**row, **nothing, "gone": str(error)}
 
     def turn_times(self, group: str) -> dict[str, list[tuple[float, float, float]]]:
-        """Returns uid → (began, ended, time of the env after it) of each turn, for the samples of a group, in seconds.
+        """Returns uid → (began, ended, env_s) of each turn, for the samples of a group.
 
-        ``began`` and ``ended`` are Unix times. Samples of one turn are left out, because their times are not recorded,
-        and so are samples that a resume undid and samples whose tokens no longer exist.
+        ``began`` and ``ended`` are Unix times in seconds. ``env_s`` is the time of the environment after the turn, in
+        seconds. Leaves out single-turn samples, because their times are not recorded. Also leaves out undone samples
+        and samples without tokens.
         """
         found = {}
         for row in self._index.find({"group": group}, order="oldest", most=MAX_GROUP)[1]:
@@ -128,7 +129,10 @@ class SampleViews:
         return tree, tree.rows_of([row["number"]])
 
     def _texts(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the text before the first sampled token, and the text after; the reason if the tokens are lost."""
+        """Returns the text before the first sampled token and the text after it.
+
+        For lost tokens, returns the reason.
+        """
         try:
             tree, rows = self._tree(row)
         except (TokensRemoved, ValueError) as error:
@@ -227,12 +231,12 @@ def _turns(episode: Episode) -> list[dict[str, Any]]:
 
 
 def picture_file(run_dir: Path, digest: str) -> Path | None:
-    """Returns the small picture of an item, or None if the run has none."""
+    """Returns the file of an item's small picture, or None if the run has no such picture."""
     return _kept_file(run_dir, digest, PICTURES_FOLDER, f"{digest}.jpg")
 
 
 def played_file(run_dir: Path, digest: str) -> Path | None:
-    """Returns the file of a sound or video, or None if the run has none."""
+    """Returns the file of a sound or video, or None if the run has no such file."""
     return _kept_file(run_dir, digest, PLAYED_FOLDER, digest)
 
 

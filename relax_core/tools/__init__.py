@@ -1,4 +1,4 @@
-"""Commands outside a run: `relax check-model`, `compare`, `export`, `lineage`, and the makers of tiny models and data.
+"""Contains commands outside a run, such as `relax check-model` and `export`, and makers of tiny models and data.
 
-Each module is one command with a function `main`. Start reading in `lineage.py`, which needs a ledger file only.
+Each module is one command with a function `main`. Start reading in `lineage.py`, which needs only a ledger file.
 """

@@ -1,7 +1,7 @@
-"""Checks an environment for its author: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
+"""Tests a new environment plug-in: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
 
-A multi-turn environment is opened twice with the same seeds, gets unusual responses, and is closed at the beginning, in
-the middle and at the end of an episode. An isolated environment runs in its worker process, as in a run.
+For a multi-turn environment, the checks open two episodes of one group, send unusual responses, and close episodes at
+the beginning, in the middle and at the end. As in a run, an isolated environment runs in a worker process.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _SHOWN = 300
 
 
 class Problem(Exception):
-    """The environment breaks its contract; the text says how."""
+    """The environment does not fulfil its contract. The text of the exception says how."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the passed checks; returns 0, or 1 if the environment has a problem."""
+    """Prints the passed checks. Returns 0, or 1 if the environment has a problem."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.check_env", description=__doc__.splitlines()[0])
     parser.add_argument("env", help="a file with a SPEC, or the name of an environment")
     parser.add_argument("settings", nargs="*", help="settings of the environment: max_turns=4")
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         spec, config = env_with(given.env, settings_of(given.settings))
         if spec.agent is not None:
-            raise Problem(f"{spec.name}: a program plays it, which only a run starts. Check it by a run of one step.")
+            raise Problem(f"{spec.name}: an agent plays it, and only runs start agents. Check it by a run of one step.")
         row = json.loads(given.row)
         for line in (
             asyncio.run(check_turns(spec, config, row)) if spec.has_turns else check_messages(spec, config, row)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Returns settings of the form ``key=value``, with or without ``env.`` in front; a key may be a path."""
+    """Parses settings ``key=value``, with or without ``env.`` in front. A key may be a dotted path."""
     pairs = [word.removeprefix("env.").partition("=") for word in words]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ValueError(f"{wrong[0]}: settings have the form key=value.")
@@ -90,7 +90,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def env_with(name: str, settings: Mapping[str, Any]) -> tuple[EnvSpec, Any]:
-    """Returns an environment by its name or file, and its checked settings."""
+    """Finds an environment by name or file. Returns the environment and its checked settings."""
     name = str(Path(name).absolute()) if is_file_plugin(name) else name
     spec = find_env(name)
     config = plugin_config("env", name, settings, section="env")
@@ -100,7 +100,7 @@ def env_with(name: str, settings: Mapping[str, Any]) -> tuple[EnvSpec, Any]:
 
 @asynccontextmanager
 async def playable(spec: EnvSpec, config: InteractionConfig) -> AsyncIterator[EnvSpec]:
-    """Yields the environment as in a run: an isolated env runs in a worker process, which ends with the block."""
+    """Yields the environment. As in a run, an isolated env runs in a worker process, which ends after the block."""
     if not spec.isolated:
         yield spec
         return
@@ -134,11 +134,11 @@ async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str
             process.kill()
     if left:
         raise Problem(f"after close, child processes are left: {message}.")
-    return [*lines, "no child process is left"]
+    return [*lines, "no child process remains"]
 
 
 class _Check:
-    """Checks one environment with one data row; each call has ``config.step_timeout_s`` seconds."""
+    """Checks one environment with one data row. Each call may take ``config.step_timeout_s`` seconds."""
 
     def __init__(self, spec: EnvSpec, config: InteractionConfig, row: Mapping[str, Any], tools: Sequence[str]) -> None:
         self._spec = spec
@@ -158,7 +158,7 @@ class _Check:
             raise Problem(f"{what}: {plugin_error_text(error)}") from error
 
     async def _opened(self, episode_seed: int) -> tuple[BaseInteractionEnv, Any]:
-        """Opens an episode of the group after draws from the global random states; returns the env and its messages."""
+        """Draws from the global random states, then opens an episode of the group. Returns the env and its messages."""
         limits = EpisodeLimits(turns=self._config.max_turns, sampled_tokens=256, context_tokens=1024)
         start = EpisodeStart(row=self._row, group_seed=1, episode_seed=episode_seed, limits=limits)
         random.random()
@@ -168,19 +168,19 @@ class _Check:
         return env, await self._call("format_observation of reset", env.format_observation, observation)
 
     async def openings(self) -> str:
-        """Opens two episodes of a group and closes them at once."""
+        """Opens two episodes of a group, compares their first messages, and closes both episodes at once."""
         envs = [await self._opened(seed) for seed in (2, 3)]
         for env, _ in envs:
             await self._call("close after reset", env.close)
         if envs[0][1] != envs[1][1]:
             raise Problem(
                 f"two episodes of a group open differently: {str(envs[0][1])[:_SHOWN]} and {str(envs[1][1])[:_SHOWN]}. "
-                "Draw what the opening needs from start.group_seed, not from start.episode_seed or a global state."
+                "Draw random values for it from start.group_seed, not from start.episode_seed or a global state."
             )
         return "episodes of a group have one opening, and close after reset"
 
     async def plays(self) -> list[str]:
-        """Plays episodes that begin with each of the unusual responses, to their end or ``max_turns``."""
+        """Plays one episode per unusual response, beginning with this response, to its end or ``max_turns``."""
         ends: dict[str, int] = {}
         for first in range(len(self._responses)):
             env, _ = await self._opened(episode_seed=4)
@@ -191,7 +191,7 @@ class _Check:
         turns = "1 turn" if self._config.max_turns == 1 else f"at most {self._config.max_turns} turns"
         return [
             f"{len(self._responses)} episodes of {turns} with odd responses ended: {message}",
-            "close after these ends",
+            "close works after these ends",
         ]
 
     async def _play(self, env: BaseInteractionEnv, first: int) -> str:
@@ -206,7 +206,7 @@ class _Check:
 
 
 def _responses(tools: Sequence[str]) -> list[tuple[str, Action]]:
-    """Returns typical and unusual responses of models, each with a description."""
+    """Returns pairs of description and response: typical and unusual responses of models."""
     texts = {
         "an empty response": "",
         "a number": "42",

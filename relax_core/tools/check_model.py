@@ -1,7 +1,7 @@
 """`relax check-model FOLDER` checks whether a run can use a Hugging Face folder.
 
-It reads config.json, the tokenizer, the chat template and the headers of the weight files but no tensor, so it takes
-seconds for a model of any size. Nothing needs conversion: a run reads the folder itself, each rank its own slices.
+The check reads config.json, the tokenizer, the chat template and the headers of the weight files, but no tensor. So it
+takes seconds for a model of any size. A run needs no conversion of the folder: each rank reads its slices from it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from relax_core.families.folder import family_key, folder_architecture
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.train.hf.stored_weights import stored_weights, weight_problems
 
-SHOWN = 20  # the number of problems that are printed; a wrong folder has thousands
+SHOWN = 20  # limit of printed problems; a wrong folder may have thousands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns 0, or 2 if the folder cannot be loaded, with the problems on stderr."""
+    """Runs the command line. Returns 0, or prints problems to stderr and returns 2 if the folder cannot be loaded."""
     parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     parser.add_argument("--family", help="a model family, by name or file, in addition to the built-in families")

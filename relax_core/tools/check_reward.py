@@ -1,7 +1,7 @@
-"""`relax check-reward [key=value …]` finds wrong answers that a run's reward awards, before a model finds them.
+"""`relax check-reward [key=value …]` finds wrong answers that a run's reward rates as good, before a model finds them.
 
-The arguments are those of a run: the reward scores answers to rows of the run's data. An answer counts as awarded with
-more than a fifth of the gain of a right answer over an empty answer.
+The arguments are the same as for a run. The reward scores made-up answers to rows of the run's data. A wrong answer is
+awarded if its gain over an empty answer is more than a fifth of a right answer's gain.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SHOWN_MISSES = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if no family of wrong answers is awarded above the limit, else 1, and 2 for wrong input."""
+    """Returns 0 if no family of wrong answers is awarded above the limit, 1 if one is, and 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="relax check-reward", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: reward=math data.path=FILE")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="keys of a run: reward=math data.path=FILE")
     parser.add_argument("--rows", type=int, default=AUDITED_ROWS, help=f"rows of the data; {AUDITED_ROWS}")
     parser.add_argument("--limit", type=float, help="share of the rows of a family; reward.audit_limit")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _audit(config: RelaxConfig, *, most: int) -> RewardAudit:
-    """Audits the reward. Raises ValueError for a reward that needs a run, and if no row has a prompt and a label."""
+    """Audits the reward. Raises ValueError if the reward needs a run, or if no row has a prompt and a label."""
     source = make_source(config.data, seed=config.seed, eval_rows=0)
     rows = list(audited_rows(source, most=most))
     if not rows:

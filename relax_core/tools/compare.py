@@ -1,4 +1,4 @@
-"""`relax compare multirun/…` compares runs, alone and over their seeds, in tables and in a plot of their curves."""
+"""`relax compare multirun/…` compares runs in tables and in a plot: each run, and means over seeds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from relax_core.observe.report import draw_picture, picture_figure
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.observe.summary import SUMMARY_FILE
 
-_NOT_COMPARED = ("seed", "resume", "plan", "run", "launcher")  # settings that differ between seeds, and locations
+_NOT_COMPARED = ("seed", "resume", "plan", "run", "launcher")  # values that differ between seeds, and locations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Holds ``mean`` and sample standard deviation ``std`` of ``count`` values; the deviation of one value is 0."""
+    """Holds ``mean`` and sample standard deviation ``std`` of ``count`` values. ``std`` is 0 for one value."""
 
     mean: float
     std: float
@@ -36,14 +36,14 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Returns the mean and the deviation of at least one value."""
+    """Returns mean and deviation of ``values``, which must not be empty."""
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return Spread(mean=mean, std=math.sqrt(squares / max(1, len(values) - 1)), count=len(values))
 
 
 def settings_of(folder: Path) -> str | None:
-    """Returns the settings of a run without the seed, as JSON, for comparisons with other runs.
+    """Returns the settings of a run without the seed, as JSON. Runs with equal settings differ only in their seed.
 
     Returns None if the run's config.yaml does not exist or names no seed.
     """
@@ -56,7 +56,7 @@ def settings_of(folder: Path) -> str | None:
 
 
 def mean_curve(curves: Sequence[Mapping[int, float]]) -> dict[int, Spread]:
-    """Returns step → mean and spread, at the steps that all non-empty curves have."""
+    """Returns step → mean and spread, for the steps that all non-empty curves contain."""
     curves = [curve for curve in curves if curve]
     steps = set(curves[0]).intersection(*curves[1:]) if curves else set()
     return {step: spread_of([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -78,10 +78,10 @@ SMOOTH = 25  # a curve is a moving mean over a 25th of its steps
 class ComparedRun:
     """Describes a run in a comparison.
 
-    ``label`` distinguishes it from the others. ``folder`` is None if the run never started. ``summary`` is None if the
-    run has not ended. ``outcome`` is one or two words. ``cause`` says why the run was refused or not started.
-    ``settings`` is the same for runs that differ by their seed alone, and None if it is not known. ``group_label``
-    distinguishes such runs from the others.
+    ``label`` is a short unique name. ``folder`` is None if the run never started. ``summary`` is None if the run has
+    not ended. ``outcome`` is one or two words. ``cause`` says why the run was refused or not started. ``settings`` is
+    equal for runs that differ only in their seed, and None if unknown. ``group_label`` is a short name for all runs
+    with equal ``settings``.
     """
 
     label: str
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
-    """Prints the tables and draws the curves. Raises ValueError for a folder that is neither a sweep nor a run."""
+    """Prints the tables and draws the curves. Raises ValueError for a folder that is not a sweep or a run."""
     runs = [run for folder in folders for run in read_runs(folder)]
     print(table(runs))
     for run in runs:
@@ -124,7 +124,7 @@ def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
 
 
 def read_runs(folder: Path) -> list[ComparedRun]:
-    """Returns the runs of a sweep in order, or the one run of this folder."""
+    """Returns the runs of a sweep in order, or the run in the folder."""
     index = folder / "sweep.json"
     if index.is_file():
         rows = json.loads(index.read_text(encoding="utf-8"))["runs"]
@@ -138,7 +138,7 @@ def read_runs(folder: Path) -> list[ComparedRun]:
 
 
 def table(runs: Sequence[ComparedRun]) -> str:
-    """Returns a table with one line for each run: outcome, steps, results and speed.
+    """Returns a table with one row per run: outcome, steps, results and speed.
 
     A star marks the best of a column.
     """
@@ -153,7 +153,7 @@ def table(runs: Sequence[ComparedRun]) -> str:
 
 
 def by_settings(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Groups the runs that differ by their seed alone, in the order of their first runs."""
+    """Groups the runs that differ only in their seed. Groups are in the order of their first runs."""
     groups: dict[str, list[ComparedRun]] = {}
     for number, run in enumerate(runs):
         groups.setdefault(run.settings or f"run {number}", []).append(run)
@@ -161,9 +161,9 @@ def by_settings(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def seeds_table(groups: Sequence[Sequence[ComparedRun]]) -> str:
-    """Returns a table with one line for each group of `by_settings`.
+    """Returns a table with one row per group of `by_settings`.
 
-    It has the mean and the sample standard deviation over the finished runs.
+    The values are mean and sample standard deviation over the finished runs.
     """
     lines = [["over seeds", "finished", *_COLUMNS.values()]]
     for group in groups:
@@ -181,12 +181,12 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
-    """Draws the curves of all runs as a PNG and returns its path; returns None if no run has a step yet.
+    """Draws the curves of all runs as a PNG. Returns its path, or None if no run has a step yet.
 
-    Runs that differ by their seed alone are drawn as their mean with a band of one standard deviation.
+    Runs that differ only in their seed are drawn as one mean curve with a band of one standard deviation.
     """
     figure = picture_figure(figsize=(12, 4.8), dpi=120, layout="constrained")
-    from matplotlib.ticker import MaxNLocator  # after the import that `picture_figure` guards
+    from matplotlib.ticker import MaxNLocator  # only after `picture_figure` has imported matplotlib
 
     drawn = drawn_runs(runs)
     curves = curves_of([held for variant in drawn for held in variant.records])
@@ -217,16 +217,16 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnRuns:
-    """Describes one curve. ``records`` has the metrics of each run in its mean."""
+    """Describes one curve. ``records`` has the metrics of each run that the curve averages."""
 
     label: str
     records: Sequence[Sequence[MetricRecord]]
 
 
 def drawn_runs(runs: Sequence[ComparedRun]) -> list[DrawnRuns]:
-    """Returns the runs, with those that differ by their seed alone as one curve.
+    """Returns the curves to draw. Runs that differ only in their seed become one curve.
 
-    A run that ended early would shorten the mean, so it counts only if no run of its group has finished.
+    A mean curve ends with its shortest run. So unfinished runs are used only if no run of the group has finished.
     """
     drawn = []
     for group in by_settings([run for run in runs if run.folder is not None]):
@@ -255,7 +255,7 @@ def _plot(axis: Any, curve: Mapping[int, Spread], number: int, *, label: str, ma
 
 
 def curves_of(records: Sequence[Sequence[MetricRecord]]) -> tuple[Curve, Curve]:
-    """Returns the curves to draw. If no run was evaluated, the second curve is exact answers in training."""
+    """Returns the two metrics to draw. If no run was evaluated, the second metric is exact answers in training."""
     evaluated = any(record.source == EVAL for held in records for record in held)
     return REWARD, EXACT if evaluated else EXACT_IN_TRAINING
 
@@ -291,7 +291,7 @@ def _without_seed(label: str) -> str:
 
 
 def _run(row: Mapping[str, Any], label: str, *, group_label: str) -> ComparedRun:
-    """Reads a run. ``row`` is an entry of sweep.json, or has the folder alone."""
+    """Reads a run. ``row`` is an entry of sweep.json, or has only the folder."""
     folder = Path(row["folder"]) if row["folder"] is not None else None
     file = folder / SUMMARY_FILE if folder is not None else None
     summary = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
@@ -312,13 +312,13 @@ def _run(row: Mapping[str, Any], label: str, *, group_label: str) -> ComparedRun
 
 
 def _short(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Returns for each run the overrides that are not the same in all runs."""
+    """Returns, for each run, the overrides that differ between the runs."""
     same = set(overrides[0]).intersection(*overrides[1:]) if len(overrides) > 1 else set()
     return [" ".join(word for word in words if word not in same) or f"run {n}" for n, words in enumerate(overrides)]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Returns moving means over the last steps; at the beginning the window is shorter."""
+    """Returns moving means over the last steps. The window is shorter at the beginning."""
     window = max(1, len(values) // SMOOTH)
     means = []
     for end in range(1, len(values) + 1):

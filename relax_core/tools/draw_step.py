@@ -23,12 +23,12 @@ SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-METADATA = {"Date": None, "Creator": None}  # without these, each written file has different bytes
-WIDTH, HEIGHT = 11.0, 7.3  # inches; the axes have the same units
+METADATA = {"Date": None, "Creator": None}  # without these settings, each written file has different bytes
+WIDTH, HEIGHT = 11.0, 7.3  # in inches; the axes have the same units
 
 
 class Stop(NamedTuple):
-    """Describes a station on the group's path: the role, its file, and its task."""
+    """Describes one station on the group's path: the role, the role's file, and its task."""
 
     name: str
     file: str
@@ -63,7 +63,7 @@ def small_group() -> TokenTree:
 
 
 def draw_step(path: Path) -> None:
-    """Writes the picture to ``path``, an SVG whose bytes depend on this file and matplotlib's version only."""
+    """Writes the picture to ``path`` as SVG. Its bytes depend only on this file and matplotlib's version."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +110,7 @@ def _colour(tree: TokenTree, row: int) -> str:
 
 
 def _draw_tree(axes: Axes, tree: TokenTree) -> None:
-    """Draws each row at its position in its own path, and each answer at its own height."""
+    """Draws the tree. The x position is the row's position in its path. Each answer has a separate height."""
     _text(axes, 0.3, 7.0, "A group is a token tree: each row is one token, computed once", align="left", weight="bold")
     runs = tree.runs
     heights = {0: 5.9, 1: 6.4, 2: 5.4}
@@ -136,7 +136,7 @@ def _draw_tree(axes: Axes, tree: TokenTree) -> None:
 
 
 def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
-    """Draws the flat arrays, with one column for each row of the tree."""
+    """Draws the flat arrays with one column per tree row."""
     _text(
         axes,
         0.3,
@@ -171,7 +171,7 @@ def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
 
 
 def _cell(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
-    """Draws a cell of the table around its centre."""
+    """Draws a table cell around its centre."""
     from matplotlib.patches import Rectangle
 
     corner = (x - width / 2, y - height / 2)

@@ -1,6 +1,6 @@
 """`relax export CHECKPOINT OUT` writes a checkpoint as a Hugging Face folder.
 
-CHECKPOINT is a folder of a run's checkpoints/, saved in any layout. One process reads it, without Ray.
+CHECKPOINT is a folder in a run's checkpoints/, saved in any parallel layout. One process reads it, without Ray.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 DTYPES = ("float32", "bfloat16")
-POLICY = "train"  # the folder of the policy's weights in a checkpoint
+POLICY = "train"  # folder of the policy's weights in a checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns 0, or 2 with the reason on stderr if nothing was written."""
+    """Runs the command line. Returns 0, or prints the reason to stderr and returns 2 if it wrote nothing."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
     parser.add_argument("out", type=Path, help="the folder to write; it is missing or empty")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: that of each tensor in the model's folder")
-    parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of each tensor in the model's folder")
+    parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's model")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
     parser.add_argument("--trust", action="store_true", help="run the plug-in file of a foreign run's model family")
     parsed = parser.parse_args(arguments)
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float, trust: bool) -> None:
-    """Checks every file of a checkpoint against its digest, then writes ``out``, a missing or empty folder.
+    """Checks every file of a checkpoint against its digest, then writes to ``out``, a missing or empty folder.
 
-    Nothing that exists is replaced or removed. Without ``trust``, a model family from a file is refused if the run
-    belongs to another user. Raises ValueError and OSError as `relax_core.train.hf.hf_export.export_checkpoint` does.
+    Existing files are never replaced or removed. Without ``trust``, refuses a model family from a file if the run
+    belongs to another user. Raises the ValueError and OSError of `relax_core.train.hf.hf_export.export_checkpoint`.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
@@ -65,7 +65,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         what = f"no {META} there" if checkpoint.is_dir() else "no such folder"
         raise ValueError(f"{checkpoint}: {what}. Give a folder of a run's checkpoints/; {there}.")
     check_output_folder(out, option="OUT")
-    # This import takes seconds, so the command line is checked first.
+    # checks the command line before this import, which takes seconds
     from relax_core.train.hf.hf_export import export_checkpoint
 
     CheckpointStore.verify(checkpoint)
@@ -93,7 +93,7 @@ def _model_of_run(saved: Mapping[str, Any]) -> Path:
 
 
 def _model_keys(checkpoint: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the section ``model`` of the run's saved configuration, and whether the run is this user's."""
+    """Returns the section ``model`` of the run's saved configuration, and whether the run belongs to this user."""
     text = (checkpoint / CONFIG).read_text(encoding="utf-8")
     return yaml.safe_load(text)["model"], is_marked_by_user(text)
 

@@ -1,8 +1,8 @@
-"""`relax import-gguf FILE OUT` converts a GGUF file to a Hugging Face folder that a run loads.
+"""`relax import-gguf FILE OUT` converts a GGUF file to a Hugging Face folder that a run can load.
 
-The package gguf reads the file and dequantises the tensors, so the weights are those of the quantised model, not of the
-original model. Everything else of the folder comes from the file's metadata: config.json, the tokenizer, the chat
-template and the tokens that end a response. The documentation of ggml describes the format.
+The package gguf reads the file and dequantises the tensors. So the result has the weights of the quantised model, not
+of the original model. config.json, tokenizer, chat template and end tokens come from the file's metadata. The
+documentation of ggml describes the format.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ DTYPES = ("float32", "bfloat16")
 INSTALL = "pip install 'relax-core[real]'"
 USAGE = 2
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
-_EPSILON_DIGITS = 6  # GGUF stores rms_norm_eps as float32: 1e-05 is 9.999999747378752e-06 there
-_QUANTISED_BITS = 16  # tensors of fewer bits a weight are quantised
+_EPSILON_DIGITS = 6  # GGUF stores rms_norm_eps as float32, so 1e-05 becomes 9.999999747378752e-06
+_QUANTISED_BITS = 16  # types with fewer bits per weight are quantised
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Describes how a GGUF architecture becomes a family of Relax.
+    """Describes how a GGUF architecture maps to a model family of Relax.
 
-    ``pairs`` is True if rows of query and key are stored in the order of llama.cpp's rotary embedding, which rotates
-    adjacent rows; Hugging Face's rotates the two halves of a head.
+    ``pairs`` is True if rows of query and key are stored in the order for llama.cpp's rotary embedding. llama.cpp
+    rotates pairs of adjacent rows; Hugging Face rotates row i of a head's first half with row i of the second half.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen3": _Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
     "qwen3moe": _Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", experts=True),
 }
-# Names of a layer's modules in a Hugging Face folder → in a GGUF file.
+# module name of a layer in a Hugging Face folder → name in a GGUF file
 _MODULES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -79,17 +79,17 @@ _MODULES = {
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
-# Patterns of pre-tokenizers, by the name that llama.cpp gives them. They split text before the byte-level merges.
+# llama.cpp's name of a pre-tokenizer → its patterns. They split text before the byte-level merges.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {"qwen2": rf"{_WORDS}\p{{N}}{_REST}", "llama-bpe": rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"}
-_PLAIN = ("default", "gpt-2")  # the pattern of GPT-2 alone
+_PLAIN = ("default", "gpt-2")  # only the pattern of GPT-2
 _GIVE = "Give the original tokenizer with --tokenizer FOLDER."
-_SINGLE_DIGITS = "smollm"  # each digit is apart, then GPT-2's pattern
+_SINGLE_DIGITS = "smollm"  # single digits, then the pattern of GPT-2
 
 
 class _File:
-    """Reads the metadata of a GGUF file; raises ValueError with the key for a missing or wrong value."""
+    """Reads the metadata of a GGUF file. Raises ValueError with the key for a missing or wrong value."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,7 +103,10 @@ class _File:
         self.family = FAMILIES[self.architecture]
 
     def value(self, key: str, kind: type | tuple[type, ...], *, default: Any = None) -> Any:
-        """Returns the value of a key; ``default`` stands in for a missing key unless it is None."""
+        """Returns the value of a key, or ``default`` if the key is missing.
+
+        Without ``default``, a missing key is an error.
+        """
         field = self._reader.fields.get(key)
         if field is None:
             if default is None:
@@ -142,15 +145,15 @@ def _reader(path: Path) -> GGUFReader:
 
 
 def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None, dtype: str = DTYPES[0]) -> list[str]:
-    """Writes a GGUF file as a Hugging Face folder, which appears complete or not at all.
+    """Converts a GGUF file to a Hugging Face folder. The folder appears completely or not at all.
 
-    ``tokenizer`` is a folder with the original tokenizer, which replaces the tokenizer of the file. ``dtype`` is the
-    dtype of the weights: float32 holds dequantised weights exactly, bfloat16 takes half the space. Returns the types of
-    the dequantised weights, such as ``Q4_1``; the list is empty for a file of plain weights.
+    ``tokenizer`` is a folder with the original tokenizer; it replaces the tokenizer of the file. ``dtype`` is the dtype
+    of the written weights: float32 stores dequantised weights exactly, bfloat16 takes half the space. Returns the types
+    of the quantised weights, such as ``Q4_1``. The list is empty if no weights are quantised.
 
     Raises:
-        ValueError: for a file that is no GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
-        OSError: if ``target`` cannot be written; it names the free bytes. No partial folder remains.
+        ValueError: if the file is no GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
+        OSError: if ``target`` cannot be written. The error names the free bytes. No partial folder remains.
     """
     from relax_core.train.hf.hf_export import export_hf_folder
     from relax_core.train.hf.stored_weights import stored_weights
@@ -235,7 +238,7 @@ def _hf_config(source: _File, dtype: str) -> dict[str, Any]:
 
 
 def _refuse_other_rotary(source: _File) -> None:
-    """Raises ValueError for scaled rotary frequencies; a GGUF file does not have the parameters of config.json."""
+    """Raises ValueError for scaled rotary frequencies, because a GGUF file lacks their parameters."""
     kind = source.own("rope.scaling.type", str, default="none")
     if "rope_freqs.weight" in source.tensors or kind != "none":
         scaled = "the tensor rope_freqs.weight" if kind == "none" else f"{source.architecture}.rope.scaling.type={kind}"
@@ -250,7 +253,7 @@ def _rounded(number: float) -> float:
 
 
 def _gguf_name(name: str) -> tuple[str, int | None]:
-    """Returns the tensor of a GGUF file that holds a tensor of a folder, and the expert in it or None."""
+    """Returns the name of the GGUF tensor that contains a tensor of the folder, and the index of its expert or None."""
     if (layer := _LAYER.fullmatch(name)) is None:
         module, _, kind = name.rpartition(".")
         return f"{_OUTSIDE[module]}.{kind}", None
@@ -261,9 +264,9 @@ def _gguf_name(name: str) -> tuple[str, int | None]:
 
 
 def _check_tensors(source: _File, shapes: Mapping[str, Sequence[int]], *, experts: int) -> None:
-    """Raises ValueError for a missing tensor, for a tensor of another shape, and for a tensor without a use.
+    """Raises ValueError for a missing tensor, a tensor with a wrong shape, or a tensor that the model does not use.
 
-    A tensor of a file holds all ``experts`` of a layer.
+    A GGUF tensor of experts contains all ``experts`` of a layer.
     """
     used: set[str] = set()
     for name, shape in shapes.items():
@@ -274,17 +277,17 @@ def _check_tensors(source: _File, shapes: Mapping[str, Sequence[int]], *, expert
         found = tuple(int(size) for size in reversed(tensor.shape))
         wanted = tuple(shape) if expert is None else (experts, *shape)
         if found != wanted:
-            raise ValueError(f"{source.path}: the tensor {stored} has shape {found}; its metadata wants {wanted}.")
+            raise ValueError(f"{source.path}: the tensor {stored} has shape {found}; its metadata requires {wanted}.")
         used.add(stored)
     if unused := sorted(source.tensors.keys() - used):
         raise ValueError(
-            f"{source.path}: family {source.family.model_type} has no use for the tensor {unused[0]}"
+            f"{source.path}: family {source.family.model_type} does not use the tensor {unused[0]}"
             f"{f' and {len(unused) - 1} more' if unused[1:] else ''}. The file is of another model."
         )
 
 
 def _check_room(shapes: Mapping[str, Sequence[int]], target: Path, dtype: str) -> None:
-    """Raises OSError before anything is written if the disk of ``target`` lacks the space."""
+    """Raises OSError, before any write, if the disk of ``target`` lacks the space."""
     from math import prod
 
     import torch
@@ -302,7 +305,7 @@ def _check_room(shapes: Mapping[str, Sequence[int]], target: Path, dtype: str) -
 def _tensors(
     source: _File, architecture: Architecture, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the folder's tensors as float32 in the order of ``shapes``; only one tensor is in memory at a time."""
+    """Yields the folder's tensors as float32 in the order of ``shapes``. Only one tensor is in memory at a time."""
     import torch
     from gguf.quants import dequantize
 
@@ -327,7 +330,7 @@ def _tensors(
 def unpaired(weight: Tensor, *, heads: int) -> Tensor:
     """Returns the rows of a query or key weight ``[heads * head_dim, ...]`` in the order of Hugging Face.
 
-    llama.cpp stores row i of the first half of a head and row i of the second half as neighbours.
+    llama.cpp stores row i of a head's first half next to row i of the second half.
     """
     rows = weight.shape[0]
     paired = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
@@ -370,7 +373,7 @@ def _token_id(source: _File, key: str, *, count: int) -> int | None:
 
 
 def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
-    """Returns the byte-level BPE tokenizer of a file. Raises ValueError for another kind of tokenizer."""
+    """Returns the byte-level BPE tokenizer of a file. Raises ValueError for any other kind of tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     kind, pre = source.value("tokenizer.ggml.model", str), source.value("tokenizer.ggml.pre", str, default="default")
@@ -406,7 +409,7 @@ def _tokenizer(source: _File, tokens: Sequence[str], kinds: Sequence[int]) -> To
 
 
 def _pre_tokenizer(source: _File, pre: str) -> Any:
-    """Returns the pre-tokenizer, which splits text before the merges. Raises ValueError for an unknown name."""
+    """Returns the pre-tokenizer, which splits text before merges. Raises ValueError for an unknown name."""
     from tokenizers import Regex, pre_tokenizers
 
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -435,12 +438,12 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns 0, or 2 with the problem on stderr."""
+    """Runs the command line. Returns 0, or prints the problem to stderr and returns 2."""
     parser = argparse.ArgumentParser(prog="relax import-gguf", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file; of several parts, join them first")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file; join a file of several parts first")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new Hugging Face folder")
-    parser.add_argument("--tokenizer", type=Path, help="a folder with the original tokenizer, instead of the file's")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; float32 rounds none")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with the original tokenizer, used for the result")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the weights; float32 is exact")
     parsed = parser.parse_args(arguments)
     try:
         if not parsed.file.is_file():

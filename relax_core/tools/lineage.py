@@ -1,7 +1,7 @@
 """`relax lineage RUN uid=… | group=… | step=… | reason=…` shows how samples ended.
 
-It prints every event of the samples that fit all filters, and the counts of the whole run. Without a filter it prints
-the counts alone. It also works during the run. The exit code is 1 if a sample was lost or trained twice, and 2 for an
+It prints all events of the samples that match all filters, and the counts of the whole run. Without a filter it prints
+only the counts. It also works during the run. The exit code is 1 if a sample was lost or trained twice, and 2 for an
 invalid request.
 """
 
@@ -26,7 +26,7 @@ from relax_core.contracts.untrusted_files import decode_json, read_plain_file, s
 from relax_core.observe.standard_streams import unread_streams
 
 LEDGER = "ledger.sqlite"
-MAX_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
+MAX_SUMMARY = 4 * 2**20  # limit of bytes read of a summary.json
 
 
 class _LedgerOver(msgspec.Struct):
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     """Parses ``["step=4", "reason=stale"]`` into ``{"step": 4, "reason": "stale"}``.
 
-    Raises ValueError, which lists the filters, for an unknown or wrong filter.
+    Raises ValueError with the list of filters for an unknown or wrong filter.
     """
     filters: dict[str, str | int] = {}
     for word in words:
@@ -99,7 +99,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
 def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistory], LedgerFileCounts]:
     """Returns the matching samples (none without a filter) and the counts of the whole run.
 
-    Raises ValueError, with the nearest existing value, for a run or a filter value that does not exist.
+    Raises ValueError with the nearest existing value if the run or a filter value does not exist.
     """
     try:
         ledger = LedgerFile(run / LEDGER)
@@ -115,9 +115,10 @@ def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistor
 
 
 def _is_over(run: Path) -> bool:
-    """Returns whether all train steps are done and no sample is open.
+    """Returns whether all train steps are finished and no sample is open.
 
-    A run that was stopped, or resumed with fewer steps than it had groups for, keeps its open samples for a resume.
+    A stopped run keeps its open samples for a resume. A run that was resumed with fewer steps may also keep open
+    samples.
     """
     try:
         summary = decode_json(read_plain_file(run / "summary.json", max_bytes=MAX_SUMMARY), _summary)
@@ -156,7 +157,7 @@ def _unknown(ledger: LedgerFile, key: str, value: str | int) -> str:
 
 
 def _nearest_uid(uid: str, last: str) -> str:
-    """Returns a uid with the numbers in ``uid``, limited to those that were issued."""
+    """Returns an issued uid: the numbers in ``uid``, reduced to the largest issued numbers."""
     last_index, last_number = (int(number) for number in re.findall(r"\d+", last))
     numbers = [int(number) for number in re.findall(r"\d+", uid)][:2]
     index, number = (*numbers, 0, 0)[:2] if len(numbers) < 2 else numbers
@@ -164,7 +165,7 @@ def _nearest_uid(uid: str, last: str) -> str:
 
 
 def states(samples: Sequence[SampleHistory]) -> dict[str, int]:
-    """Returns how many samples are in each state."""
+    """Returns the number of samples in each state."""
     return dict(sorted(Counter(sample.state for sample in samples).items()))
 
 
@@ -182,7 +183,7 @@ def sample_lines(sample: SampleHistory) -> list[str]:
 
 
 def _turn_lines(made: Episode) -> list[tuple[float, str, str]]:
-    """Returns (Unix time, name, text) of each turn of a multi-turn episode; empty for a single-turn environment."""
+    """Returns (Unix time, name, text) of each turn of a multi-turn episode. Empty for a single-turn environment."""
     return [
         (turn.began_s, f"turn {number}", _played_text(turn))
         for number, turn in enumerate(made.turns, 1)
@@ -199,7 +200,7 @@ def _played_text(turn: Turn) -> str:
 
 
 def _event_lines(event: Event) -> list[tuple[str, str]]:
-    """Returns (name, text) for each line that an event gives."""
+    """Returns (name, text) for each line of an event."""
     more = f", {event.reason}" if event.reason else ""
     match event.event:
         case "issued":

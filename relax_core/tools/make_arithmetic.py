@@ -1,4 +1,4 @@
-"""Writes arithmetic word problems as JSONL, with one object ``{"question": …, "answer": …}`` on each line."""
+"""Writes arithmetic word problems as JSONL, one object ``{"question": …, "answer": …}`` per line."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Makes the builtin tiny models, with which a laptop can run the whole system, and stores them in the user's cache.
+"""Makes the builtin tiny models and stores them in the user's cache. With them a laptop can run the whole system.
 
-Each is a character-level tokenizer and a Qwen3 of a few layers with a short supervised warm start
-(`relax_core.tools.tiny_text`). Each has a few hundred thousand parameters at most, and GRPO teaches it a generated task
-in half a minute. The teacher, for distillation, is the same model after more of the same supervised steps. The mixture
-of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The vision models are Qwen3-VL and
-Qwen3.5, and the model with vision and audio is Qwen3-Omni (`relax_core.tools.tiny_media`).
+A text model is a Qwen3 of a few layers with a character-level tokenizer, after a short supervised warm start
+(`relax_core.tools.tiny_text`). Each model has at most a few hundred thousand parameters, and learns a generated task
+with GRPO in half a minute. The teacher model for distillation has taken more supervised steps than the student. The
+mixture of experts is a Qwen3-MoE with twice the parameters; each token uses a third of them. The vision models are
+Qwen3-VL and Qwen3.5, and the model with vision and audio is Qwen3-Omni (`relax_core.tools.tiny_media`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from relax_core.contracts.private_folder import folder_made_once, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_text import WARM_STARTS, write_text_model
 
-RECIPE_VERSION = 2  # raise it when a change of a recipe changes the models
+RECIPE_VERSION = 2  # raise this number when a change of a recipe changes the models
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _MAKE_DEADLINE_S = 600.0
 
 
 def make_tiny_model(folder: Path, *, task: str, name: str = STUDENT) -> None:
-    """Writes model and tokenizer as a Hugging Face folder. With one torch thread, the result is always the same."""
+    """Writes model and tokenizer as a Hugging Face folder. With one torch thread, the result is reproducible."""
     check_tiny_model(name, task=task)
     import torch
 
@@ -48,7 +48,7 @@ def make_tiny_model(folder: Path, *, task: str, name: str = STUDENT) -> None:
 
 
 def check_tiny_model(name: str, *, task: str) -> None:
-    """Raises ValueError for an unknown model, and for a task for which the model has no warm start."""
+    """Raises ValueError if the model is unknown or has no warm start for the task."""
     if name not in MODEL_NAMES:
         raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
     tasks = [warm_start for model, warm_start in WARM_STARTS if model == name]
@@ -62,9 +62,9 @@ def default_cache_root() -> Path:
 
 
 def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -> Path:
-    """Returns the folder of a builtin model, which a separate process makes on first use (about ten seconds).
+    """Returns the folder of a builtin model. On first use, a separate process makes the model in about ten seconds.
 
-    Other processes that call it at the same time wait for the first. Raises ValueError for an unknown name or task.
+    Concurrent calls from other processes wait for the first call. Raises ValueError for an unknown name or task.
     """
     check_tiny_model(name, task=task)
     root = cache_root or default_cache_root()
@@ -105,7 +105,7 @@ def main() -> None:
     tasks = sorted({task for _, task in WARM_STARTS})
     parser.add_argument("--task", required=True, choices=tasks, help="generated task of the warm start")
     parser.add_argument("--cache-root", type=Path, default=None, help="default: the user's cache folder")
-    parser.add_argument("--into", type=Path, default=None, help="write into this new or empty folder, past the cache")
+    parser.add_argument("--into", type=Path, default=None, help="write into this new or empty folder, not the cache")
     arguments = parser.parse_args()
     if arguments.into is not None:
         try:

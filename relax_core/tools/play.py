@@ -1,7 +1,7 @@
 """Plays an episode of an environment in the terminal: ``python -m relax_core.tools.play env=number_guess``.
 
-You act as the model: the program shows the model's input, and your input is the response. With ``checkpoint=RUN`` a
-run's newest checkpoint, or the named checkpoint, plays in its own environment.
+You act as the model: the program shows the model's input, and your input is the response. With ``checkpoint=RUN`` the
+run's newest checkpoint plays in the environment of its run. A checkpoint's folder can be given, too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from relax_core.rollout.episodes.tool_use import with_call_error
 from relax_core.tools.check_env import ROW, env_with, playable, settings_of
 
 CHECKPOINT = "checkpoint="
-CHECKPOINT_S = 1800.0  # seconds that the evaluation of a checkpoint may take, its engines' start included
-PARSER = "hermes"  # the form of tool calls if env.tool_parser=auto, which would need a chat template
+CHECKPOINT_S = 1800.0  # time limit for evaluating a checkpoint in seconds, with the start of engines
+PARSER = "hermes"  # form of tool calls for env.tool_parser=auto, because "auto" needs a chat template
 
 
 def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = input) -> int:
-    """Plays one episode; returns 1 if there is no such environment or a setting is wrong."""
+    """Plays one episode. Returns 1 if the environment does not exist or a setting is wrong."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.play", description=str(__doc__).splitlines()[0])
     parser.add_argument(
         "settings", nargs="+", help="env=NAME, env.name=FILE or checkpoint=RUN, and keys: env.max_turns=4"
     )
     parser.add_argument("--row", help="a data row as JSON")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the group and of the episode")
-    parser.add_argument("--episodes", type=int, default=1, help="how many held-out rows a checkpoint plays")
+    parser.add_argument("--episodes", type=int, default=1, help="number of held-out rows that a checkpoint plays")
     given = parser.parse_intermixed_args(arguments)
     named = [word.removeprefix(CHECKPOINT) for word in given.settings if word.startswith(CHECKPOINT)]
     if named:
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
         spec, config = env_with(name, values)
         row = json.loads(given.row) if given.row else {**ROW, "seed": given.seed}
         if spec.agent is not None:
-            raise ValueError(f"env={name}: agents play it, and this command serves no agents. Start a run of one step.")
+            raise ValueError(f"env={name}: agents play it, and this command starts no agents. Start a run of one step.")
         if spec.messages is not None:
             _show(spec.messages(row, config))
-            print("[an environment of one turn: your response ends the episode]")
+            print("[a single-turn environment: your response ends the episode]")
             return 0
         asyncio.run(_play(spec, config, EpisodeStart(row=row, group_seed=given.seed, episode_seed=given.seed), ask))
     except (PluginError, ConfigError, ValueError) as error:
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
 
 
 def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> int:
-    """Prints greedy episodes of a checkpoint on the first held-out rows, as an evaluation plays them.
+    """Evaluates a checkpoint on the first held-out rows with greedy sampling, and prints the episodes.
 
-    ``keys`` change the run's settings. Returns the exit code of the evaluation; its output is printed if it failed.
+    ``keys`` change the run's settings. Returns the exit code of the evaluation. Prints its output only if it failed.
     """
     with tempfile.TemporaryDirectory(prefix="rlx-play-") as folder:
         own = [f"eval.rows={episodes}", "eval.samples=1", f"run.dir={folder}/played"]
@@ -91,7 +91,7 @@ def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> i
 
 
 async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, ask: Callable[[str], str]) -> None:
-    """Plays until the env ends the episode, ``config.max_turns`` responses were given, or the input ends."""
+    """Plays until the env ends the episode, ``config.max_turns`` is reached, or the input ends."""
     tools: list[Any] = [] if spec.tools is None else list(spec.tools(start.row, config))
     rewards: list[float] = []
     calls = EnvCalls(timeout_s=config.step_timeout_s)

@@ -1,7 +1,7 @@
 """Scores the answers in a file without a run: ``python -m relax_core.tools.score reward=dapo file=answers.jsonl``.
 
-Each line is a JSON object with ``response`` (or ``responses``, a list) and ``answer`` (or ``label``); a reward may read
-further columns. So ``answers.jsonl`` of `relax eval` can be scored again. Settings have the same form as in a run:
+Each line is a JSON object with ``response`` (or a list ``responses``) and ``answer`` (or ``label``). A reward may read
+further columns. ``answers.jsonl`` of `relax eval` has this form. Settings are written as for a run:
 ``reward.strict=true``, ``reward.by=COLUMN``, ``'reward.parts=[…]'``.
 """
 
@@ -42,7 +42,7 @@ _SHOWN_ROWS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Holds a line of the file: its number from 1, the data row, and its responses."""
+    """Holds one line of the file: its number from 1, the data row, and the responses."""
 
     line: int
     row: Mapping[str, Any]
@@ -50,10 +50,10 @@ class _Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the scores; returns 0 if each answer has a reward, 1 if some have none, and 2 for wrong input."""
+    """Prints the scores. Returns 0 if all answers have a reward, 1 if a reward is missing, and 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.score", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="+", help="reward=NAME file=FILE.jsonl, and settings such as reward.strict=true")
-    parser.add_argument("--json", action="store_true", help="print one JSON object an answer instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per answer, not a table")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of isolated rewards")
     given = parser.parse_args(arguments)
     try:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
-    """Returns the reward, its settings and the file; raises ValueError and `ConfigError` for invalid arguments."""
+    """Returns the reward, its settings and the file. Raises ValueError and `ConfigError` for invalid arguments."""
     pairs = dict(word.partition("=")[::2] for word in words if "=" in word)
     if (wrong := [word for word in words if "=" not in word]) or "file" not in pairs:
         what = wrong[0] if wrong else "file"
@@ -96,7 +96,7 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
     values = {key.removeprefix("reward."): yaml.safe_load(value) for key, value in pairs.items()}
     name = str(Path(name).absolute()) if name.endswith(".py") else name
     preset = conf_folder() / "reward" / f"{name}.yaml"
-    if preset.is_file():  # a preset may name another reward, and has the values of a run
+    if preset.is_file():  # a preset may choose another reward, and has the values of a run
         values = yaml.safe_load(preset.read_text(encoding="utf-8")) | values
         name = values["name"]
     spec = find_reward(name)
@@ -106,7 +106,7 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
 
 
 def _rows(file: Path) -> Iterator[_Row]:
-    """Yields the lines of a file; raises ValueError with file and line for a line that cannot be scored."""
+    """Yields the lines of a file. Raises ValueError with file and line number for a line that cannot be scored."""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -130,7 +130,10 @@ def _rows(file: Path) -> Iterator[_Row]:
 
 
 async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:
-    """Returns the outputs of each row's responses. It continues after any failures; a shadow scores only if named."""
+    """Returns the outputs of each row's responses. Continues after failures.
+
+    A shadow reward scores only if it is named.
+    """
     shadow = None if config.shadow == AUTO else config.shadow
     patient = replace(config, max_failed=1.0, shadow=shadow, on_hack=REPORT)
     with RewardPool(spec, patient, workers=workers, concurrency=32) as pool:
@@ -162,7 +165,7 @@ def _line(row: _Row, number: int, output: RewardOutput) -> dict[str, Any]:
 
 
 def _print_table(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the first answers, and the mean of the rewards with the number of answers that have none."""
+    """Prints the first answers, the mean of the rewards, and the number of answers without a reward."""
     table = Table(show_edge=False)
     for heading in ("line", "reward", "parts", "why"):
         table.add_column(heading, justify="right" if heading in ("line", "reward") else "left")

@@ -1,7 +1,7 @@
-"""Makes the builtin vision models, and the model with vision and audio, with processor files and a warm start.
+"""Makes the builtin vision models and the model with vision and audio, with processor files and a warm start.
 
 The vision models are a Qwen3-VL and a Qwen3.5, with and without experts. The model with vision and audio is a
-Qwen3-Omni. Each has the published layout of its family.
+Qwen3-Omni. The files have the published layout of each family.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_CHUNK_ROWS = 16  # chunks of the gated delta rule; at the builtin models' size, 64 rows take twice the time
+_CHUNK_ROWS = 16  # rows per chunk of the gated delta rule; for tiny models, chunks of 64 rows take twice the time
 
 
 def write_vision_model(folder: Path, *, name: str, task: str) -> None:
-    """Makes a vision model and writes it in the published layout of its family.
+    """Makes a vision model and writes it in the published layout of its model family.
 
-    With one torch thread, the result is always the same.
+    With one torch thread, the result is reproducible.
     """
     import torch
 
@@ -87,7 +87,7 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
 
 @contextmanager
 def _short_chunks(model: PreTrainedModel) -> Iterator[None]:
-    """Lets transformers compute the gated delta rule, if the model has one, in chunks of fewer rows."""
+    """Makes transformers compute a gated delta rule in smaller chunks. No effect for models without one."""
     module, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
     rule = getattr(module, name, None)
     if rule is None:
@@ -103,8 +103,9 @@ def _short_chunks(model: PreTrainedModel) -> Iterator[None]:
 def write_published(model: PreTrainedModel, folder: Path) -> None:
     """Writes the weights of a vision model in the published layout of its family.
 
-    Qwen3-VL-MoE's experts are transposed, which transformers' own save_pretrained leaves out for a model that it has
-    not loaded. A Qwen3.5 has the tensors of a layer that predicts one token more (MTP), which transformers ignores.
+    The experts of Qwen3-VL-MoE are stored transposed, but transformers' save_pretrained transposes them only if the
+    model was loaded from files. A published Qwen3.5 also has a layer that predicts one more token (MTP). transformers
+    ignores this layer.
     """
     from safetensors.torch import save_file
 
@@ -124,7 +125,7 @@ def write_published(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _further_token_layer(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns random tensors under the names of Qwen3.5's MTP layer: a layer with attention, and its inputs' layers."""
+    """Returns random tensors with the names of Qwen3.5's MTP layer: an attention layer and its input layers."""
     import torch
 
     layers = model.model.language_model.layers
@@ -139,13 +140,13 @@ def _further_token_layer(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_settings(folder: Path, config: dict[str, Any], files: Mapping[str, Any] | None = None) -> None:
-    """Writes the configuration of a vision model, and its processor files, by default those of Qwen3-VL."""
+    """Writes the configuration and the processor files of a vision model. The default is Qwen3-VL's processor."""
     for name, values in {CONFIG_FILE: config, **(processor_files() if files is None else files)}.items():
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
-    """Returns transformers' model of a configuration as published, with random weights."""
+    """Returns transformers' model for a published configuration, with random weights."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
@@ -155,7 +156,11 @@ def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class MediaBatch:
-    """Holds examples of the task: ids of prompts and answers, places of items, their tensors, and frames by kind."""
+    """Holds a batch of examples of the task.
+
+    ``prompts`` and ``answers`` are token ids, ``media`` positions of media items, and ``tensors`` the items' tensors.
+    ``frames`` has the pixels and grids of images and videos.
+    """
 
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -165,9 +170,10 @@ class MediaBatch:
 
 
 class MediaExamples:
-    """Makes ids and tensors of a task's examples; each item is encoded once.
+    """Makes token ids and tensors of a task's examples. Each media item is encoded once.
 
-    ``answers`` has the possible answers of each part of the task, and ``audio`` is for a model with audio.
+    ``answers`` has the possible answers of each part of the task. ``audio`` are the audio settings of a model with
+    audio.
     """
 
     def __init__(
@@ -183,9 +189,11 @@ class MediaExamples:
         self._encoded: dict[str, Encoded] = {}
 
     def weighted_batches(self, recipe: VisionWarmStart, step: int, *, task: str) -> list[tuple[float, MediaBatch]]:
-        """Returns the batches of answers that a step of the warm start learns, by part of the task, with their weights.
+        """Returns the batches of one warm-start step with their weights.
 
-        The parts are separate because other items would be padded to the rows of a video, which has the most.
+        Each part of the task has a batch with right answers and, in later steps, a batch with first possible answers.
+
+        Parts have separate batches. In one batch, all items would be padded to the size of a video, the largest kind.
         """
         found: list[tuple[float, MediaBatch]] = []
         for number, part in enumerate(self._answers):
@@ -204,7 +212,7 @@ class MediaExamples:
         return found
 
     def add(self, batch: MediaBatch, seen_example: Example, *, answer: str) -> None:
-        """Adds an example with this answer to a batch."""
+        """Adds an example with the given answer to a batch."""
         shown = [self._item(source) for source in seen_example.sources]
         content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": seen_example.prompt}]
         ids = self._tokenizer.encode([{"role": "user", "content": content}])
@@ -227,7 +235,7 @@ class MediaExamples:
 
 
 def answer_logits(model: Any, tower: VisionTower, batch: MediaBatch) -> tuple[Tensor, Tensor]:
-    """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer."""
+    """Returns the logits ``[tokens, vocabulary]`` and the ids ``[tokens]`` of the answers' tokens, answer by answer."""
     import torch
 
     ids, targets = padded(batch.prompts, batch.answers, pad=token_ids(vision=True)["<pad>"])
@@ -240,7 +248,7 @@ def answer_logits(model: Any, tower: VisionTower, batch: MediaBatch) -> tuple[Te
 
 
 def _tower_inputs(tower: VisionTower, batch: MediaBatch) -> dict[str, Tensor]:
-    """Returns patches and grids under the names that transformers gives them."""
+    """Returns patches and grids as arguments with transformers' names."""
     import torch
 
     from relax_core.families.tower_passes import patches_of
@@ -261,10 +269,10 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def write_omni_model(folder: Path, *, task: str) -> None:
-    """Makes a model with vision and audio; with one torch thread, the result is always the same.
+    """Makes a model with vision and audio. With one torch thread, the result is reproducible.
 
-    The warm start trains the thinker. Talker and code2wav keep their random weights. The task with questions about two
-    kinds begins with the warm start on each kind alone.
+    The warm start trains only the thinker. Talker and code2wav keep random weights. For the task with questions about
+    two kinds of media, the warm start begins with each kind alone.
     """
     import torch
 
@@ -282,7 +290,7 @@ def write_omni_model(folder: Path, *, task: str) -> None:
 
 
 def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: VisionWarmStart, *, task: str) -> None:
-    """Takes the steps of a warm start on the examples of a task."""
+    """Runs the steps of a warm start on the examples of a task."""
     import torch
 
     towers = Towers.of(architecture)
@@ -301,9 +309,9 @@ def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: Visio
 
 
 def omni_answer_logits(thinker: Any, towers: Towers, batch: MediaBatch) -> tuple[Tensor, Tensor]:
-    """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer.
+    """Returns the logits ``[tokens, vocabulary]`` and the ids ``[tokens]`` of the answers' tokens, answer by answer.
 
-    Sounds pass the tower as in trainer and engine, and not in one batch of transformers, which pads their chunks less.
+    Sounds pass the audio tower as in trainer and engine. A batch of transformers would pad the chunks differently.
     """
     import torch
 
@@ -350,7 +358,7 @@ def write_published_omni(model: Any, folder: Path) -> None:
 
 
 def published_omni(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors under their published names, each expert separately; in memory transformers fuses the experts."""
+    """Yields tensors with their published names. Splits the experts, because transformers fuses experts in memory."""
     for name, tensor in tensors:
         if name.endswith(_GATE_UP):
             experts = f"{name.removesuffix(_GATE_UP)}.experts."

@@ -1,13 +1,13 @@
 """Makes the builtin text models: a character-level tokenizer, and a few supervised steps before GRPO.
 
-The tokenizer has one token for each character, in lower case. The chat marks and the role names are one token each.
-Vision models have four more tokens for images and videos, and the characters of a time stamp such as "<0.2 seconds>";
-models with audio have three more for sounds. The model that calls tools has the marks and the frequent pieces of a
-call, and a template that shows tools.
+The tokenizer has one token per character, in lower case, and one token per chat mark and role name. Vision models have
+four more tokens for images and videos, and the characters of time stamps such as "<0.2 seconds>". Models with audio
+have three more tokens for sounds. The model that calls tools has tokens for the marks and frequent pieces of a call,
+and its chat template shows tools.
 
-After the warm start GRPO finds rewards and can still improve. For an environment the demonstrations are games of a
-scripted player with the mistakes that GRPO should remove. The environment itself writes the openings and the
-observations, and `TurnTokens` joins them to the answers, so the model gets the tokens of a run.
+After the warm start, GRPO gets rewards but can still improve. For an environment, the demonstrations are games of a
+scripted player. The player makes mistakes that GRPO should remove. The environment writes the first messages and the
+observations, and `TurnTokens` joins them with the answers. So the model sees the same tokens as in a run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# It shows less of a tool than Qwen3's template does, because each character is a token.
+# Shows less of a tool than Qwen3's template, because each character is a token.
 _TOOLS_CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}("
     "{{ tool.function.parameters.properties | join(', ') }}): {{ tool.function.description }}\n{% endfor %}"
@@ -80,7 +80,7 @@ _TOOLS_CHAT_TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The attributes of the tokenizer from which transformers' processor of Qwen3-Omni reads these tokens.
+# tokenizer attributes that transformers' Qwen3-Omni processor reads
 _NAMED_TOKENS = {
     "image_token": IMAGE_PAD,
     "video_token": VIDEO_PAD,
@@ -114,28 +114,29 @@ def tiny_prompt_tokenizer(
     audio: bool = False,
     tools: bool = False,
 ) -> PromptTokenizer:
-    """Returns the tokenizer of the builtin models without making a model. Imports no transformers."""
+    """Returns the tokenizer of the builtin models. Makes no model and does not import transformers."""
     with tempfile.TemporaryDirectory() as folder:
         write_prompt_tokenizer(Path(folder), vision=vision, audio=audio, tools=tools)
         return PromptTokenizer(Path(folder), template_arguments=template_arguments)
 
 
 def write_prompt_tokenizer(folder: Path, *, vision: bool = False, audio: bool = False, tools: bool = False) -> None:
-    """Writes the tokenizer's files that `PromptTokenizer` reads."""
+    """Writes the tokenizer files that `PromptTokenizer` reads."""
     _tokenizer_core(vision=vision, audio=audio, tools=tools).save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "chat_template": chat_template(vision=vision, audio=audio, tools=tools)}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def write_tiny_tokenizer(folder: Path, *, vision: bool = False) -> None:
-    """Writes the tokenizer's files alone, as transformers does."""
+    """Writes the tokenizer files in transformers' form, without a model."""
     build_tokenizer(vision=vision).save_pretrained(folder)
 
 
 def chat_template(*, vision: bool, audio: bool = False, tools: bool = False) -> str:
     """Returns the chat template.
 
-    With ``vision`` it takes content in parts, with ``audio`` sounds among them; with ``tools`` it shows tools.
+    With ``vision``, the template accepts content parts with images and videos. ``audio`` adds sounds. ``tools`` shows
+    tools.
     """
     if tools:
         return _TOOLS_CHAT_TEMPLATE
@@ -145,7 +146,7 @@ def chat_template(*, vision: bool, audio: bool = False, tools: bool = False) -> 
 
 
 def build_tokenizer(*, vision: bool = False, audio: bool = False, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer as transformers' class."""
+    """Returns the tokenizer as an object of transformers' class."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -176,16 +177,16 @@ def _tokenizer_core(*, vision: bool, audio: bool = False, tools: bool = False) -
     return core
 
 
-CONSISTENT = 0.5  # share of guesses that agree with all answers of the game before
-CALLED = 0.3  # share of games in which the player calls the calculator
+CONSISTENT = 0.5  # share of guesses that agree with all earlier answers of the game
+CALLED = 0.3  # share of games with a call of the calculator
 
-# Returns the player's next answer. The texts are the opening, an answer, an observation, an answer and so on.
+# Returns the player's next answer. The texts are: first message, answer, observation, answer and so on.
 Player = Callable[[random.Random, Sequence[str]], str]
-TrainedIds = tuple[list[int], list[bool]]  # the token ids of a game, and whether the player wrote each
+TrainedIds = tuple[list[int], list[bool]]  # token ids of a game, and for each token whether the player wrote it
 
 
 def guess(rng: random.Random, texts: Sequence[str]) -> str:
-    """Returns a number from 1 to 7: in half of the cases a number that fits the answers so far, else any number."""
+    """Returns, with probability `CONSISTENT`, a number that fits the answers so far, else any number from 1 to 7."""
     lowest, highest = 1, 7
     if rng.random() < CONSISTENT:
         for said, answer in zip(texts[1::2], texts[2::2], strict=True):
@@ -199,7 +200,10 @@ def guess(rng: random.Random, texts: Sequence[str]) -> str:
 
 
 def calculate(rng: random.Random, texts: Sequence[str]) -> str:
-    """Returns a call of the calculator in `CALLED` of the games and then its result, else the product at once."""
+    """Calls the calculator in a share `CALLED` of the games, and then returns its result.
+
+    In all other games, returns the product at once.
+    """
     a, b = (int(number) for number in re.findall(r"\d+", texts[0]))
     if len(texts) > 1:
         return f"it is {texts[-1]}"
@@ -212,9 +216,9 @@ PLAYERS: Mapping[str, Player] = {NUMBER_GUESS: guess, CALCULATOR: calculate}
 
 
 def played_games(task: str, *, tokenizer: PromptTokenizer, seeds: Sequence[int], seed: int) -> list[TrainedIds]:
-    """Returns the games of the env with the name ``task``, one for each number of ``seeds``.
+    """Returns games of the env ``task``, one game per number in ``seeds``.
 
-    ``seed`` and the number determine the player's random choices.
+    The player's random choices depend on ``seed`` and this number.
     """
     env = find_env(task)
     config = env.config(name=task)
@@ -268,9 +272,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Holds the supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
+    """Holds the settings of the supervised steps before GRPO.
 
-    ``seed`` also determines the initial weights. With some seeds, the same steps leave GRPO too little to start from.
+    The steps use AdamW on the tokens of answers. They take ``steps`` × ``batch_size`` examples.
+
+    ``seed`` also determines the initial weights. With some seeds, the model is too weak for GRPO after these steps.
     """
 
     steps: int
@@ -281,20 +287,20 @@ class WarmStart:
     beta2: float = 0.99
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, from 0."""
+        """Returns the learning rate of a step. Steps are counted from 0."""
         return self.lr * min(1.0, (step + 1) / self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionWarmStart(WarmStart):
-    """Holds the warm start of a vision model.
+    """Holds the settings for the warm start of a vision model.
 
-    The first ``right_steps`` learn right answers only, so that the model distinguishes all images and videos. After
-    them an example about an image or video is learnt with two answers: the right answer, and with the weight
-    ``guessed`` the first answer to the question. So greedy decoding gives that first answer, which is right by chance,
-    and any other right answer has a probability of about 1 - ``guessed``, so that GRPO samples it in each group. After
-    ``right_steps`` the learning rate falls linearly to the share ``last_lr``: then fewer steps give all answers such a
-    probability.
+    The first ``right_steps`` steps train only right answers, so that the model learns to distinguish all images and
+    videos. Later steps train each example with two answers: the right answer, and the question's first possible answer
+    with the weight ``guessed``. So greedy decoding gives the first possible answer, which is right only by chance. Any
+    other right answer has a probability of about 1 - ``guessed``, enough for GRPO to sample it in each group. After
+    ``right_steps`` the learning rate falls linearly to the share ``last_lr``. This reduces the number of steps until
+    all answers have such a probability.
     """
 
     right_steps: int
@@ -302,14 +308,14 @@ class VisionWarmStart(WarmStart):
     last_lr: float = 1.0
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, from 0."""
+        """Returns the learning rate of a step. Steps are counted from 0."""
         done = max(0, step - self.right_steps) / (self.steps - self.right_steps)
         return super().lr_at(step) * (1.0 - (1.0 - self.last_lr) * done)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherWarmStart(VisionWarmStart):
-    """Holds a warm start that continues from ``first``, the warm start of another task."""
+    """Holds the settings of a warm start that continues after ``first``, the warm start of another task."""
 
     first_task: str
     first: VisionWarmStart
@@ -317,8 +323,8 @@ class FurtherWarmStart(VisionWarmStart):
 
 _EACH_KIND = VisionWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
 
-# After these steps the student solves some of the tasks, so GRPO gets rewards and can still improve.
-# The teacher solves all of them; more steps would only sharpen its distribution.
+# After these steps the student solves some of the tasks. So GRPO gets rewards and can still improve.
+# The teacher solves all tasks. More steps would only sharpen its distribution.
 WARM_STARTS = {
     (STUDENT, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
     (STUDENT, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
@@ -333,7 +339,8 @@ WARM_STARTS = {
     (HYBRID, SEE): VisionWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (HYBRID_EXPERTS, SEE): VisionWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=36, last_lr=0.1),
     (OMNI, FOUR_MODALITIES): _EACH_KIND,
-    # With a learning rate of 2e-3 it stops at two classes of colours and two of tones, and answers 4 pairs of 16 wrong.
+    # With a learning rate of 2e-3 the model distinguishes only two classes of colours and of tones, and answers 4 of 16
+    # pairs wrong.
     (OMNI, TONE_OF_PICTURE): FurtherWarmStart(
         steps=300,
         right_steps=240,
@@ -349,7 +356,7 @@ WARM_STARTS = {
 
 
 def write_text_model(folder: Path, *, name: str, task: str) -> None:
-    """Makes a text model and writes it with its tokenizer. With one torch thread, the result is always the same."""
+    """Makes a text model and writes it with its tokenizer. With one torch thread, the result is reproducible."""
     import torch
 
     recipe = WARM_STARTS[name, task]
@@ -393,7 +400,7 @@ def train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recip
 
 
 def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Callable[[int], Tensor]) -> None:
-    """Takes the steps of a warm start on the loss of each step."""
+    """Runs the optimizer steps of a warm start. ``loss_of_step`` returns the loss of a step."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
@@ -406,7 +413,7 @@ def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Ca
 
 
 def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """Returns `padded` ids and targets of some examples."""
+    """Returns ids and targets of some examples, padded with `padded`."""
     prompts: Any = tokenizer.apply_chat_template(
         [[{"role": "user", "content": seen_example.prompt}] for seen_example in examples],
         add_generation_prompt=True,
@@ -419,7 +426,7 @@ def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple
 def _game_batch(
     tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Returns ids and targets of some games as `padded` does; only the player's answers are trained."""
+    """Returns ids and targets of some games, padded with `padded`. Only the player's answers are trained."""
     import torch
 
     prompts = tiny_prompt_tokenizer(tools="<tool_call>" in tokenizer.get_vocab())
@@ -435,7 +442,10 @@ def _game_batch(
 
 
 def padded(prompts: list[list[int]], answers: list[list[int]], *, pad: int) -> tuple[Tensor, Tensor]:
-    """Returns ids ``[batch, width]``, padded on the right, and each position's next token, -1 if it is not trained."""
+    """Returns ids ``[batch, width]``, padded on the right, and targets.
+
+    The target of a position is the next token, or -1 if the next token is not trained.
+    """
     import torch
 
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))

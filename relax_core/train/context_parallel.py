@@ -1,8 +1,8 @@
 """Shards the rows of a packed stream over context-parallel ranks and gathers their results.
 
 Context parallelism splits the stream into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (zig-zag).
-Early rows attend to few rows and late rows to many, so this balances the work. The stream is padded so that the chunks
-are equal and sequence parallelism can split each rank's rows again.
+Early rows attend to few rows and late rows attend to many, so the zig-zag balances the work. The stream is padded until
+all chunks are equal and sequence parallelism can split each rank's rows again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RowSharding:
-    """Describes how a stream is sharded over the context-parallel ``group`` and which ``rank`` of ``ranks`` this is.
+    """Describes how a stream is sharded over the context-parallel ``group``; this process is ``rank`` of ``ranks``.
 
-    The number of the stream's rows is a multiple of ``multiple``. Inside the layers, sequence parallelism assigns this
-    rank the ``part`` of ``parts`` of these rows.
+    The stream's number of rows is a multiple of ``multiple``. Inside the layers, sequence parallelism assigns this rank
+    the ``part`` of ``parts`` of these rows.
     """
 
     multiple: int = 1
@@ -47,7 +47,7 @@ class RowSharding:
         )
 
     def padded(self, rows: int) -> int:
-        """Rounds ``rows`` up to the multiple."""
+        """Rounds ``rows`` up to a multiple of ``multiple``."""
         return -(-rows // self.multiple) * self.multiple
 
     def rows_of_rank(self, padded: int) -> np.ndarray:
@@ -55,15 +55,15 @@ class RowSharding:
         return self._rows_of(self.rank, padded)
 
     def rows_inside_layers(self, padded: int) -> np.ndarray:
-        """Returns the row numbers that this rank has inside the layers, int64 ``[padded / ranks / parts]``."""
+        """Returns the numbers of this rank's rows inside the layers, int64 ``[padded / ranks / parts]``."""
         return self.rows_of_rank(padded).reshape(self.parts, -1)[self.part]
 
     def gathered_order(self, padded: int) -> np.ndarray:
-        """Returns each stream row's index when the ranks' rows are concatenated, int64 ``[padded]``."""
+        """Returns the index of each stream row in the concatenation of the ranks' rows, int64 ``[padded]``."""
         return np.argsort(np.concatenate([self._rows_of(rank, padded) for rank in range(self.ranks)]))
 
     def owners(self, rows: np.ndarray, padded: int) -> np.ndarray:
-        """Returns the context-parallel rank that has each of the ``rows``."""
+        """Returns the context-parallel rank of each row of ``rows``."""
         chunk = rows // (padded // (2 * self.ranks))
         return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
@@ -79,14 +79,14 @@ WHOLE = RowSharding()
 
 
 def gathered_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns ``[rows, …]`` of all ranks of ``group`` one after the other; it has no gradient."""
+    """Returns ``[rows, …]`` of all ranks of ``group`` concatenated in rank order, without gradient."""
     whole = rows.new_empty(len(rows) * group.size(), *rows.shape[1:])
     dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
     return whole
 
 
 def summed_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums ``rows``, those of all ranks, over the ranks and returns this rank's part; it has no gradient."""
+    """Sums ``rows`` over the ranks and returns this rank's part of the sum, without gradient."""
     mine = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
     dist.reduce_scatter_tensor(mine, rows, group=group)
     return mine
@@ -94,10 +94,10 @@ def summed_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSharding:
-    """Holds the response tokens with predicting rows on this context-parallel rank.
+    """Describes the response tokens that rows of this context-parallel rank predict.
 
-    ``mine`` int64 ``[local tokens]`` are their indexes among all tokens. ``gathered`` int64 ``[tokens]`` has each
-    token's index when the tokens of all ranks, padded to ``longest``, are concatenated.
+    ``mine`` int64 ``[local tokens]`` are their indexes among all tokens. ``gathered`` int64 ``[tokens]`` has the index
+    of each token in the concatenation of all ranks' tokens, where each rank's tokens are padded to ``longest``.
     """
 
     mine: Tensor
@@ -107,7 +107,7 @@ class TokenSharding:
 
     @staticmethod
     def of(owners: np.ndarray, sharding: RowSharding, device: torch.device) -> TokenSharding:
-        """Builds it from ``owners``, the rank of each token."""
+        """Builds the description from ``owners``, the rank of each token."""
         counts = np.bincount(owners, minlength=sharding.ranks)
         longest = int(counts.max())
         by_rank = np.argsort(owners, kind="stable")
@@ -124,8 +124,8 @@ class TokenSharding:
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Gathers ``[local tokens, …]`` of all ranks into ``[tokens, …]`` in the tokens' order.
 
-        All ranks must compute the same from the result. Its gradient is then equal on all ranks, so every rank keeps
-        its own part of the gradient and nothing is summed.
+        All ranks must compute the same values from the result. The result's gradient is then equal on all ranks, so
+        each rank keeps the part of the gradient for its own tokens and the ranks sum nothing.
         """
         assert self.group is not None
         gathered = _GatherTokens.apply(values, self)

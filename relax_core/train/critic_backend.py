@@ -17,9 +17,9 @@ from relax_core.train.model.tree_attention import TreeBatch
 
 
 class CriticBackend(MegatronRank):
-    """Trains a critic, which starts from the policy's weights and a value head of zeros.
+    """Trains a critic that starts from the policy's weights and a value head of zeros.
 
-    Every value is therefore 0 until the first update.
+    All values are therefore 0 until the first update.
     """
 
     def __init__(self, setup: RankSetup, *, media: MediaReader | None = None) -> None:
@@ -55,7 +55,7 @@ class CriticBackend(MegatronRank):
         return outputs.loss_sum
 
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the value before each sampled row without gradient: float32 ``[rows]`` per group, 0 elsewhere."""
+        """Returns the values before sampled rows, without gradient: float32 ``[rows]`` per group, 0 at other rows."""
 
         def columns(batch: TreeBatch, hidden: Tensor) -> list[Tensor]:
             return [self.model.values(hidden[batch.predicting_rows])]

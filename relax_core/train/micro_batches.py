@@ -1,20 +1,21 @@
 """Plans the updates of a train step: mini-batches and epochs of leased groups, micro-batches, and packed streams.
 
-**Updates.** The mini-batches of a step come in order of arrival, then in shuffled epochs. This module also adds up the
-times and the metrics of a step's updates.
+**Updates.** The first epoch's mini-batches have the groups in order of arrival; later epochs shuffle the groups. This
+module also adds up the times and the metrics of a step's updates.
 
-**Micro-batches.** Leased groups are decoded and divided into micro-batches under a budget of rows, in order of issue,
-for all ranks. Trees arrive lease by lease, and a micro-batch closes as soon as the next tree does not fit. Its content
-therefore depends on the order of the trees and not on their arrival times. A tree that is larger than the budget is
-split between episodes, and each piece repeats the rows that its episodes share with others. An episode is never split,
-because sequence-level ratios and lengths are computed over whole episodes. An image, a video or a sound counts as its
-rows plus the towers' work for it, in rows. It passes the towers once per micro-batch of a rank, so it counts once
-there. The patches that pass a vision tower have a second budget, which bounds its memory.
+**Micro-batches.** Leased groups are decoded and divided into micro-batches for all ranks, in order of issue and within
+a budget of rows. Trees arrive lease by lease, and a micro-batch closes as soon as the next tree does not fit. A
+micro-batch's content therefore depends on the order of the trees and not on their arrival times. A tree that is larger
+than the budget is split between episodes; each piece repeats the rows that its episodes share with episodes of other
+pieces. An episode is never split, because sequence-level ratios and lengths are computed over whole episodes. The work
+of an image, a video or a sound is its rows plus the towers' work, in rows. An item passes the towers once per
+micro-batch of a rank, so its work counts once per micro-batch. A second budget bounds the patches that pass a vision
+tower, and thus the tower's memory.
 
-**Packing.** The trees of a micro-batch are one stream of rows without pads. The last token of a branch predicts
-nothing, so it is not in the stream.
+**Packing.** The trees of a micro-batch are one stream of rows without pads. The last token of a branch predicts no
+token, so it is not in the stream.
 
-It imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from relax_core.families.towers import Towers, item_work
 
 
 def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
-    """Returns the tree for train step ``step``, and the uid and ledger reason of each episode that is not trained.
+    """Returns the tree for train step ``step``, and the ledger reason of each untrained episode by uid.
 
     Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).
-    An episode that arrives without a trained token was truncated (rollout.mask_truncated). The extra ``on_policy`` is
-    True for tokens of episodes that were wholly sampled with the step's initial weights. Rollout and trainer agree to
-    rounding there. Other tokens attend to cache entries that older weights left in the engine.
+    An episode that arrives without trained tokens was truncated (rollout.mask_truncated). The extra ``on_policy`` is
+    True for tokens of episodes that were completely sampled with the step's initial weights. For these tokens the
+    log-probs of rollout and trainer agree up to rounding. Other tokens attend to cache entries that the engine computed
+    with older weights.
     """
     tree = decode_tree(group)
     masked = dict.fromkeys(_untrained(tree), TRUNCATED)
@@ -68,7 +70,8 @@ def _untrained(tree: TokenTree) -> list[str]:
 class TowerWork:
     """Holds the cost of media items: ``rows`` returns the towers' work for an item, in rows of the language model.
 
-    ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
+    ``most_patches`` is the maximum number of patches that pass a rank's tower in a micro-batch
+    (parallel.micro_batch_patches).
     """
 
     rows: Callable[[MediaItem], float] = lambda item: 0.0
@@ -92,11 +95,11 @@ def distinct_items(trees: Sequence[TokenTree]) -> list[MediaItem]:
 
 REPEATED = "repeated"
 ROW = "row"
-Piece = tuple[int, int, int]  # The index of a tree, and its first and last (exclusive) episode.
+Piece = tuple[int, int, int]  # The index of a tree, its first episode, and the end of its episodes (exclusive).
 
 
 class Load(NamedTuple):
-    """Holds the load that some runs add to a bin: work in rows, patches, and the digests of their items."""
+    """Holds the load that some runs add to a bin: work in rows, number of patches, and digests of the runs' items."""
 
     work: int
     patches: int
@@ -104,9 +107,9 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its items.
+    """Holds the work of a tree: each episode's path of runs, each run's computed rows, and each run's media items.
 
-    An item is (digest, the towers' work for it in rows, its patches).
+    An item is (digest, towers' work in rows, patches).
     """
 
     paths: list[list[int]]
@@ -114,7 +117,7 @@ class Work(NamedTuple):
     items: dict[int, list[tuple[str, int, int]]]
 
     def load(self, path: Sequence[int], *, seen: Set[int] = frozenset(), shown: Set[str] = frozenset()) -> Load:
-        """Returns the load that ``path`` adds to a bin that has the runs ``seen`` and the items ``shown``."""
+        """Returns the load that ``path`` adds to a bin that already has the runs ``seen`` and the items ``shown``."""
         new = [run for run in path if run not in seen]
         rows = sum(self.rows[run] for run in new)
         if not self.items:
@@ -128,17 +131,17 @@ class Work(NamedTuple):
 class MicroBatcher:
     """Collects trees into micro-batches and splits trees that are larger than a micro-batch.
 
-    In a micro-batch the work of each of the ``ranks`` data-parallel ranks is at most ``budget_rows``: its computed rows
-    and the work of the towers, in rows. It has at most ``tower.most_patches`` patches. A single episode may be larger.
+    In a micro-batch each of the ``ranks`` data-parallel ranks has at most ``budget_rows`` rows of work (computed rows
+    plus the towers' work in rows) and at most ``tower.most_patches`` patches. A single episode may exceed these bounds.
     """
 
     def __init__(self, budget_rows: int, *, ranks: int = 1, tower: TowerWork = NO_TOWER) -> None:
         self._budget, self._ranks, self._tower = budget_rows, ranks, tower
         self._open: list[TokenTree] = []
-        self._open_work: list[Work] = []  # Filled only if there are several ranks.
+        self._open_work: list[Work] = []  # empty for a single rank
 
     def add(self, trees: Sequence[TokenTree]) -> list[list[TokenTree]]:
-        """Adds trees; returns the micro-batches that are now full."""
+        """Adds trees and returns the micro-batches that became full."""
         full = []
         for tree in trees:
             work = [] if self._ranks == 1 else [_work(tree, self._tower)]
@@ -158,7 +161,7 @@ class MicroBatcher:
         return full
 
     def flush(self) -> list[TokenTree]:
-        """Returns the open micro-batch, which may be empty, and starts a new micro-batch."""
+        """Returns the open (possibly empty) micro-batch, and starts a new one."""
         batch, self._open, self._open_work = self._open, [], []
         return batch
 
@@ -175,7 +178,7 @@ class MicroBatcher:
 def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
     """Returns the trees with the extra ``row``, which numbers the rows of all trees from 0.
 
-    Pieces keep the extra, so results for the rows of a piece can be written back to the rows of its tree.
+    Pieces of a tree keep the extra, so a piece's results can be written back to the rows of the tree.
     """
     before = np.cumsum([0, *(tree.rows for tree in trees)]).tolist()
     return [
@@ -187,9 +190,9 @@ def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
 def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork = NO_TOWER) -> list[list[TokenTree]]:
     """Splits one micro-batch into the episodes of each data-parallel rank, in order of issue.
 
-    The split minimizes the largest work of a rank: rows, and the towers' work in rows. A rank may get no episodes. A
-    rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the micro-batches
-    of a `MicroBatcher` with the same bound.
+    The split minimizes the largest work of a rank: rows plus the towers' work in rows. A rank may get no episodes. A
+    rank gets at most ``tower.most_patches`` patches if such a split exists. It exists for the micro-batches of a
+    `MicroBatcher` with the same ``tower``.
     """
     if ranks == 1:
         return [list(trees)]
@@ -208,7 +211,7 @@ def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork
 
 
 def _fill_bins(trees: Sequence[Work], capacity: int, most_patches: int) -> list[list[Piece]]:
-    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches``, or a single larger episode."""
+    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches`` patches, or one larger episode."""
     bins: list[list[Piece]] = []
     load, patches = capacity + 1, 0  # The first episode opens a bin.
     shown: set[str] = set()
@@ -252,7 +255,10 @@ def _work(tree: TokenTree, tower: TowerWork) -> Work:
 
 
 def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:
-    """Returns the trees of each bin; the first piece of a tree that has a trained row counts as the group."""
+    """Returns the trees of each bin.
+
+    The first piece of a tree with a trained row counts as the group.
+    """
     counted: set[int] = set()
     made: list[list[TokenTree]] = []
     for pieces in bins:
@@ -268,9 +274,9 @@ def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]])
 
 
 def piece_of(tree: TokenTree, first: int, stop: int) -> TokenTree:
-    """Returns a tree with episodes ``first`` to ``stop`` (exclusive) of ``tree``, or ``tree`` itself if that is all.
+    """Returns a tree of the episodes ``first`` to ``stop`` (exclusive), or ``tree`` itself if these are all episodes.
 
-    The extra ``repeated`` is True at rows that earlier pieces also have, so that each row is counted once.
+    The extra ``repeated`` is True at rows that an earlier piece has, too. Each row is thus counted once.
     """
     if stop - first == len(tree.episodes):
         return tree
@@ -282,10 +288,10 @@ def piece_of(tree: TokenTree, first: int, stop: int) -> TokenTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaRows:
-    """Holds the rows of a stream, or of a part of it, that get features of ``items``; each item occurs once.
+    """Maps rows of a stream, or of a part of a stream, to features of ``items``; each item occurs once.
 
-    Row ``rows[i]`` gets feature ``features[i]``; both are int64, and the rows ascend. Features are numbered item by
-    item.
+    Row ``rows[i]`` gets feature ``features[i]``. Both arrays are int64, and ``rows`` ascends. Features are numbered
+    item by item.
     """
 
     items: tuple[MediaItem, ...]
@@ -293,7 +299,7 @@ class MediaRows:
     features: np.ndarray
 
     def taken(self, kept: np.ndarray, towers: Towers) -> MediaRows:
-        """Returns the entries at the indexes ``kept`` and the items that they need, with renumbered features."""
+        """Returns the entries at the indexes ``kept`` and their items, with renumbered features."""
         ends = np.cumsum([towers.features(item) for item in self.items])
         features = self.features[kept]
         owners = np.searchsorted(ends, features, side="right")
@@ -319,7 +325,7 @@ def media_of_stream(trees: Sequence[TokenTree]) -> list[Media]:
 
 
 def media_rows(media: Sequence[Media], towers: Towers, *, computed: np.ndarray) -> MediaRows:
-    """Returns the stream's rows of ``media``, which is in order of rows.
+    """Returns the stream's rows that get features of ``media``, which is in the order of the rows.
 
     ``computed`` is bool ``[rows]`` and True at the rows that are in the stream.
     """
@@ -340,7 +346,7 @@ def media_rows(media: Sequence[Media], towers: Towers, *, computed: np.ndarray) 
     return MediaRows(items=tuple(items.values()), rows=np.concatenate(rows), features=np.concatenate(features))
 
 
-# On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
+# A CPU uses attention without a mask if this saves at least this many pairs of token rows.
 MASKLESS_SAVES_PAIRS = 2**17
 
 
@@ -348,16 +354,16 @@ MASKLESS_SAVES_PAIRS = 2**17
 class TreeLayout:
     """Holds some trees as one stream of ``rows`` token rows; ``end`` defines visibility as in a `TokenTree`.
 
-    The output layer is computed only for the ``chosen`` sampled rows (for each tree its row numbers, int64, ascending),
-    at the row before each chosen row, which predicts it. ``token_positions`` gives the index of each token among the
-    chosen rows, -1 for a token that was not chosen. It is None if tokens and chosen rows are identical.
+    ``chosen`` has the row numbers of the chosen sampled rows of each tree, int64, ascending. The output layer is
+    computed only at the rows that predict the chosen rows. ``token_positions`` is the index of each token among the
+    chosen rows, or -1 for a token that was not chosen. It is None if tokens and chosen rows are identical.
     """
 
     token_ids: np.ndarray  # int64 [rows]
     end: np.ndarray  # int64 [rows]
     chosen: Sequence[np.ndarray]  # one array for each tree
-    positions: np.ndarray  # int64 [rows], position of the row in its own path
-    predicting_rows: np.ndarray  # int64 [chosen], the row whose output predicts each chosen row
+    positions: np.ndarray  # int64 [rows], position of each row in its path
+    predicting_rows: np.ndarray  # int64 [chosen], for each chosen row the row that predicts it
     targets: np.ndarray  # int64 [chosen], token ids of the chosen rows
     token_positions: np.ndarray | None  # int64 [tokens]
     sample_ids: np.ndarray  # int64 [tokens], the episode of each token
@@ -369,14 +375,14 @@ class TreeLayout:
 def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers: Towers | None = None) -> TreeLayout:
     """Lays out one or more trees as one stream.
 
-    If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled rows.
+    All sampled rows are chosen. If ``trained_only`` is True and any row is trained, only trained rows are chosen.
     ``towers`` are the model's towers. Raises ValueError if a tree has media and there is no tower.
     """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
     end = np.concatenate([tree.end + first for tree, first in zip(trees, before, strict=True)])
     inner = np.concatenate([tree.computed for tree in trees])
-    stream_row = np.concatenate(([0], np.cumsum(inner)))  # for each row, the number of stream rows before it
+    stream_row = np.concatenate(([0], np.cumsum(inner)))  # the number of stream rows before each row
     token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
     runs = concatenate_chains([tree.runs for tree in trees])
     chosen_of = [tree.sampled for tree in trees]
@@ -408,7 +414,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers:
 
 
 def _token_positions(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray | None:
-    """Returns each token row's index in the ascending ``chosen``, -1 if absent; None if both arrays are equal."""
+    """Returns each token row's index in the ascending ``chosen``, or -1 if absent; None if both arrays are equal."""
     if np.array_equal(chosen, token_rows):
         return None
     indexes = np.minimum(np.searchsorted(chosen, token_rows), len(chosen) - 1)
@@ -416,13 +422,13 @@ def _token_positions(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray |
 
 
 def tree_starts(end: np.ndarray) -> np.ndarray:
-    """Returns the first row of each tree of a stream, int64 ``[trees]``, ascending; ``end`` is int64 ``[rows]``."""
+    """Returns the first row of each tree in a stream, int64 ``[trees]``, ascending; ``end`` is int64 ``[rows]``."""
     reach = np.maximum.accumulate(end)
     return np.append(0, np.flatnonzero(reach[:-1] == np.arange(1, len(end))) + 1)
 
 
 class RankClock:
-    """Adds up the parts of one update; its processor time is the calling thread's."""
+    """Adds up the times of the parts of one update; processor time is measured for the calling thread."""
 
     def __init__(self) -> None:
         self._began_s = time.time()
@@ -463,7 +469,7 @@ def _clock_alone() -> tuple[float, float]:
 
 
 def times_of_step(updates: Sequence[RankTimes]) -> RankTimes:
-    """Returns the total times of one rank over all updates of a step, at least one."""
+    """Returns the total times of one rank over all updates of a step; there must be at least one update."""
     return RankTimes(
         began_s=min(update.began_s for update in updates),
         ended_s=max(update.ended_s for update in updates),
@@ -483,7 +489,7 @@ MOMENTS = ("return", "return_squared", "error", "error_squared")
 
 
 def moment_sums(*, returns: np.ndarray, values: np.ndarray, loss_mask: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Returns name → (sum, count) over trained tokens of R, R², R - V and (R - V)² in float64; inputs ``[tokens]``."""
+    """Returns (sum, count) of R, R², R - V and (R - V)² over trained tokens, in float64; inputs are ``[tokens]``."""
     trained = returns[loss_mask].astype(np.float64)
     error = trained - values[loss_mask]
     sums = (trained.sum(), np.square(trained).sum(), error.sum(), np.square(error).sum())
@@ -491,7 +497,7 @@ def moment_sums(*, returns: np.ndarray, values: np.ndarray, loss_mask: np.ndarra
 
 
 def explained_variance(means: Mapping[str, float]) -> float | None:
-    """Returns 1 - Var(R - V) / Var(R) from the means of the moments, or None if all returns are equal to rounding.
+    """Returns 1 - Var(R - V) / Var(R) from the means of the moments, or None if all returns are equal up to rounding.
 
     The value is 1 for a perfect critic and 0 for a critic that predicts the mean.
     """
@@ -505,7 +511,7 @@ def explained_variance(means: Mapping[str, float]) -> float | None:
 class UpdateMetrics:
     """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic.
 
-    ``ranks`` are the times of the policy's ranks in order, empty if they are unknown.
+    ``ranks`` has the times of the policy's ranks in order; it is empty if the times are unknown.
     """
 
     policy: StepMetrics
@@ -515,9 +521,9 @@ class UpdateMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Holds a step's metrics and its number of updates; a mini-batch without a trained token makes no update.
+    """Holds a step's metrics and number of updates; a mini-batch without trained tokens makes no update.
 
-    ``skipped_groups`` counts the groups of the first epoch that were not computed, and ``skipped_rows`` their rows.
+    ``skipped_groups`` counts the first epoch's groups that were not computed, and ``skipped_rows`` counts their rows.
     """
 
     metrics: UpdateMetrics
@@ -528,10 +534,10 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """Describes how every train step is split: its ``groups`` form ``mini_batches`` equal parts, ``epochs`` times.
+    """Describes how a train step is split: in each of ``epochs`` epochs, ``groups`` groups form ``mini_batches`` parts.
 
-    ``budget_tokens`` bounds the work of a micro-batch on each of ``ranks`` data-parallel ranks, in rows: its packed
-    token rows, and ``tower``'s work for its media. ``seed`` seeds the shuffles. If ``skips`` is True, groups without an
+    ``budget_tokens`` is the maximum work of a micro-batch on each of ``ranks`` data-parallel ranks, in rows: packed
+    token rows plus ``tower``'s work for media. ``seed`` seeds the shuffles. If ``skips`` is True, groups without an
     advantage are counted and not computed; an update always computes at least one group.
     """
 
@@ -546,7 +552,7 @@ class UpdatePlan:
 
 
 class Trainer(Protocol):
-    """Defines the interface of a trainer: all ranks of the policy, and the critic if there is one."""
+    """Defines the interface of a trainer, which runs all ranks of the policy and of the critic, if any."""
 
     def begin_step(self, step: int) -> None:
         """Starts an update of train step ``step``."""
@@ -564,7 +570,7 @@ class Trainer(Protocol):
 class StepUpdates:
     """Runs one train step.
 
-    The first epoch takes groups as they arrive, micro-batch by micro-batch, while later groups are still generated.
+    The first epoch trains on groups as they arrive, micro-batch by micro-batch, while later groups are still generated.
     Each later epoch shuffles all groups with the seed (seed, step, epoch).
     """
 
@@ -580,7 +586,10 @@ class StepUpdates:
 
     @property
     def made(self) -> int:
-        """Returns the number of updates so far; after the first, no checkpoint can be written until the step ends."""
+        """Returns the number of updates so far.
+
+        After the first update no checkpoint can be written until the step ends.
+        """
         return len(self._done)
 
     def add(self, groups: Sequence[TokenTree]) -> None:
@@ -591,7 +600,7 @@ class StepUpdates:
     def finish(self) -> StepResult:
         """Runs the later epochs and returns the step's result.
 
-        Raises ValueError if no token of the step is trained, and the errors of the trainer.
+        Raises ValueError if the step has no trained token; also raises the errors of the trainer.
         """
         plan = self._plan
         assert len(self._groups) == plan.groups, "all groups of a step arrive before it ends"
@@ -634,8 +643,10 @@ class StepUpdates:
             self._trainer.accumulate(batch)
 
     def _end(self) -> None:
-        if self._tokens:  # Without a trained token there is no gradient, but Adam's momentum would move the weights.
-            if len(self._skipped) == self._in_update:  # A backward pass's collectives and token metrics need a group.
+        # A mini-batch without trained tokens has no gradient, but Adam's momentum would still move the weights.
+        if self._tokens:
+            # The backward pass's collectives and the token metrics need at least one group.
+            if len(self._skipped) == self._in_update:
                 shown = next(index for index, group in enumerate(self._skipped) if group.loss_mask.any())
                 self._add(self._skipped.pop(shown))
             self._trainer.accumulate(self._batcher.flush())
@@ -651,7 +662,7 @@ class StepUpdates:
 
 
 def has_advantage(group: TokenTree) -> bool:
-    """Returns whether a trained token of a group has an advantage other than 0."""
+    """Returns whether any trained token of a group has a nonzero advantage."""
     advantages = group.of_tokens(ADVANTAGES)
     assert advantages is not None, "the trainer leases groups with advantages"
     return bool(advantages[group.loss_mask[group.tokens[1]]].any())
@@ -660,10 +671,10 @@ def has_advantage(group: TokenTree) -> bool:
 def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMetrics:
     """Returns the updates of a step as one record: sums of timings and means of the other values.
 
-    Each metric of the algorithm is weighted by its own counts, so groups that are not computed have no weight. Loads of
-    experts are weighted by computed rows. The loss and the gradient norm of each update count equally. Tokens and
-    samples count once, over the ``first_epoch`` updates of the first epoch. The gap to the engine comes from the first
-    update, because later updates no longer have the weights with which the engine sampled.
+    Each metric of the algorithm is weighted by its own counts, so groups that are not computed have no weight. Experts'
+    loads are weighted by computed rows. The loss and the gradient norm are plain means over the updates. Tokens and
+    samples are summed over the ``first_epoch`` updates of the first epoch only. The log-prob gap to the engine comes
+    from the first update, because later updates have other weights than the engine's.
     """
     first = metrics[0]
     if len(metrics) == 1:

@@ -1,7 +1,7 @@
 """Builds the configured optimizer, freezes parts of the model, and reads and sets Adam's state.
 
-A frozen parameter has no gradient: Megatron's wrapper leaves it out of its buffers, and its optimizer keeps no state
-for it. `model.freeze` names the frozen parts.
+A frozen parameter has no gradient: Megatron's wrapper allocates no buffer for it, and the optimizer keeps no state for
+it. `model.freeze` names the frozen parts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from relax_core.train.hf.weight_rules import VISION as VISION_PREFIX
 from relax_core.train.model.gpt import VALUE_HEAD, TreeGPTModel
 
 ADAM_BETA1 = 0.9
-IN_TOWER = "in_tower"  # the attribute of the tower's parameters, by which the optimizer finds their learning rate
+IN_TOWER = "in_tower"  # The optimizer finds the learning rate of the towers' parameters by this attribute.
 
 
 def part_of(name: str, architecture: Architecture) -> str | None:
-    """Returns the part of a chunk's parameter ``name``, or None for a value head, which always trains."""
+    """Returns the part of the model that has parameter ``name``, or None for a value head, which always trains."""
     if name.startswith(VALUE_HEAD):
         return None
     if name.startswith(VISION_PREFIX):
@@ -54,9 +54,9 @@ def frozen_weights(architecture: Architecture, frozen: Collection[str]) -> froze
 
 
 def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], architecture: Architecture) -> None:
-    """Freezes the parameters of the ``frozen`` parts, and marks those of the towers.
+    """Freezes the parameters of the ``frozen`` parts, and marks the parameters of the towers.
 
-    Call it before Megatron's wrapper and optimizer are built, because they leave out parameters that need no gradient.
+    Call it before Megatron's wrapper and optimizer are built: they skip only parameters that are already frozen.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -67,10 +67,10 @@ def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], arc
 
 
 def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
-    """Wraps each chunk in Megatron's data-parallel wrapper, which keeps gradients in one float32 buffer.
+    """Wraps each chunk in Megatron's data-parallel wrapper, which stores gradients in one float32 buffer.
 
-    With ``parallel.overlap`` the last backward pass of a step starts the reduction of gradients bucket by bucket, and
-    the first forward pass after it gathers each parameter of the distributed optimizer just before it is used.
+    With ``parallel.overlap`` the last backward pass of a step starts the reduction of gradients bucket by bucket. The
+    next forward pass gathers each parameter of the distributed optimizer just before the parameter is used.
     """
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
@@ -87,10 +87,10 @@ def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfi
 def build_optimizer(
     config: OptimizerConfig, chunks: list[Any], *, distributed_optimizer: bool, dtype: torch.dtype
 ) -> Any:
-    """Returns AdamW with decoupled weight decay (none on norms) and gradient clipping by global norm.
+    """Returns AdamW with decoupled weight decay (except for norms) and gradient clipping by global norm.
 
-    Parameters that need no gradient have no state. The learning rate of a group of parameters is the step's rate times
-    ``lr_mult``, which differs from 1 only for the vision tower with ``config.tower_lr``.
+    Frozen parameters have no state. The learning rate of a parameter group is the step's rate times ``lr_mult``.
+    ``lr_mult`` differs from 1 only for the vision tower with ``config.tower_lr``.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -110,14 +110,14 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(settings, chunks, overrides)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
-        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not installed
-            group["fused"] = True  # one call for all parameters, on CPUs as on GPUs
+        if "fused" in group:  # torch's AdamW, if Transformer Engine's is not installed
+            group["fused"] = True  # one call for all parameters, on CPUs and on GPUs
     return optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """Holds flat views ``[elements]`` of Adam's state of a parameter, or of this rank's share of it.
+    """Holds flat views ``[elements]`` of Adam's state for a parameter, or for this rank's share of the parameter.
 
     With the distributed optimizer a rank has only a share. ``start`` is the index of the first element within the
     parameter. ``main`` is the float32 copy of the parameter, or None if the parameter itself is float32.
@@ -129,13 +129,13 @@ class AdamState:
     exp_avg_sq: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state's tensors by name, without those that do not exist."""
+        """Returns the state's tensors that exist, by name."""
         found = {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
-    """Returns the state of the ``parameters`` that this rank updates; it exists from the first update on."""
+    """Returns the state of the ``parameters`` that this rank updates; the state exists after the first update."""
     found = {}
     for wrapped in chained_optimizers(optimizer):
         for parameter in parameters:
@@ -153,9 +153,9 @@ def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dic
 
 
 def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor]) -> None:
-    """Sets the float32 copies that the optimizer updates to ``weights``, float32 tensors with the parameters' shapes.
+    """Sets the optimizer's float32 copies to ``weights``, which are float32 tensors with the parameters' shapes.
 
-    A parameter that is float32 or that does not train has no copy and is left as it is.
+    Float32 parameters and frozen parameters have no copy and stay unchanged.
     """
     for wrapped in chained_optimizers(optimizer):
         for parameter, weight in weights.items():
@@ -165,9 +165,10 @@ def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor
 
 
 def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
-    """Returns the tensor that the optimizer ``one`` updates for a parameter, and its first element within it.
+    """Returns the tensor that the optimizer ``one`` updates for a parameter, and the tensor's start in the parameter.
 
-    It is the parameter itself if that is float32, and None if this rank does not update it with ``one``.
+    The tensor is the parameter itself if the parameter is float32. The result is None if ``one`` does not update the
+    parameter on this rank.
     """
     if not isinstance(wrapped, DistributedOptimizer):
         return getattr(parameter, "main_param", parameter), 0

@@ -14,8 +14,8 @@ from relax_core.config.choices import Recompute
 from relax_core.config.errors import either
 from relax_core.config.schema import ForwardLayout, ParallelConfig
 
-FORWARD_ROLES = ("actor_fwd", "reference")  # Their layout is parallel.forward.
-LOGPROB_CHUNK_ROWS = 1024  # token rows whose logits exist at the same time
+FORWARD_ROLES = ("actor_fwd", "reference")  # The layout of these roles is parallel.forward.
+LOGPROB_CHUNK_ROWS = 1024  # the number of token rows with logits in memory at the same time
 
 
 Layout = ParallelConfig | ForwardLayout
@@ -35,7 +35,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutShape:
-    """Holds the sizes of a model that a layout has to divide.
+    """Holds the sizes of a model that a layout must divide.
 
     ``linear_heads`` are the key heads of linear attention, or 0. ``widths`` maps a name to the width of each layer that
     tensor parallelism splits. ``experts`` is 0 for a dense model, and ``expert_width`` is the width of one expert.
@@ -56,12 +56,18 @@ class LayoutShape:
 
 # -- Ranks ------------------------------------------------------------------------------------------------------------
 def world_size(layout: Layout) -> int:
-    """Returns the number of ranks; experts add none, because they are spread over those of a pipeline stage."""
+    """Returns the number of ranks.
+
+    Experts add no ranks, because they are distributed over the ranks of a pipeline stage.
+    """
     return layout.dp * layout.tp * layout.pp * layout.cp
 
 
 def rank_coordinates(layout: Layout, rank: int) -> RankCoordinates:
-    """Returns a rank's coordinates in Megatron's order: tp fastest, then cp, dp, pp; for experts etp, then ep."""
+    """Returns a rank's coordinates in Megatron's order.
+
+    tp varies fastest, then cp, dp and pp. For experts etp varies fastest, then ep.
+    """
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
@@ -71,7 +77,10 @@ def rank_coordinates(layout: Layout, rank: int) -> RankCoordinates:
 
 
 def replica_ranks(layout: Layout) -> list[list[int]]:
-    """Returns the ranks of each data-parallel replica in order; they get the same groups, and the first replies."""
+    """Returns the ranks of each data-parallel replica in order.
+
+    All ranks of a replica get the same groups, and the first rank replies.
+    """
     replicas: list[list[int]] = [[] for _ in range(layout.dp)]
     for rank in range(world_size(layout)):
         replicas[rank_coordinates(layout, rank).dp].append(rank)
@@ -79,7 +88,7 @@ def replica_ranks(layout: Layout) -> list[list[int]]:
 
 
 def equal_ranks(layout: Layout) -> list[list[int]]:
-    """Returns the ranks that do the same work: those with equal coordinates in every dimension but data parallel."""
+    """Returns the sets of ranks with equal coordinates in all dimensions except data parallel."""
     equals: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size(layout)):
         at = rank_coordinates(layout, rank)
@@ -89,19 +98,19 @@ def equal_ranks(layout: Layout) -> list[list[int]]:
 
 # -- Layouts of other roles -------------------------------------------------------------------------------------------
 def one_rank(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the layout of a model that one process holds whole and uses for forward passes only."""
+    """Returns the layout of a complete model in one process that only computes forward passes."""
     return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, ep=1))
 
 
 def critic_parallel(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the critic's layout: the model is whole in one process and is trained with ``parallel``'s settings."""
+    """Returns the critic's layout: one process has the whole model and trains it with ``parallel``'s settings."""
     return replace(one_rank(parallel), recompute=parallel.recompute)
 
 
 def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
     """Returns ``parallel`` with the sizes of a role that only computes forward passes.
 
-    Its tensor-parallel ranks use sequence parallelism, which saves memory and matches the training of experts.
+    The layout uses sequence parallelism with tensor parallelism, to save memory and to match the training of experts.
     """
     return replace(
         parallel,
@@ -136,7 +145,7 @@ def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str
 
 
 def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
-    """Yields one sentence (key, value, fix) for each conflict of settings that only the trainer's layout has."""
+    """Yields one sentence (key, value, fix) for each conflict between settings that only the trainer's layout has."""
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel.vpp={parallel.vpp} with parallel.pp=1: there are no stages to interleave. Set parallel.vpp=1."
     if parallel.sequence_parallel and parallel.tp == 1:
@@ -166,8 +175,8 @@ def model_faults(
 ) -> Iterator[str]:
     """Yields one sentence (key, value, fix) for each size that does not divide the model's sizes.
 
-    A fix names the sizes that do, up to the first size above the layout's own; that size is at most ``most``, the
-    number of GPUs.
+    A fix names the sizes that divide the model's, up to the first size above the layout's size, at most ``most``.
+    ``most`` is the number of GPUs.
     """
     if layout.ep * layout.etp > 1 and not shape.experts:
         yield (f"{key}.ep={layout.ep}, {key}.etp={layout.etp}: the model has no experts. Set {key}.ep=1 {key}.etp=1.")
@@ -179,13 +188,14 @@ def model_faults(
             f"{key}.pp", layout.pp, {"layers": shape.layers}, most=most, fits=lambda pp: _holds_deepstack(shape, pp)
         )
         yield from _deepstack_faults(shape, layout.pp, vpp=1, key=key)
-    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}  # Megatron could copy the latter
+    # Megatron could replicate key-value heads
+    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     counts = {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}
     yield from _indivisible(f"{key}.tp", layout.tp, counts, most=most)
 
 
 def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
-    """Yields one sentence for each fault that only the trainer's layout can have, in addition to `model_faults`."""
+    """Yields one sentence for each further fault (beyond `model_faults`) that only the trainer's layout can have."""
     chunks = parallel.pp * parallel.vpp
     if parallel.first_stage_layers is not None:
         yield from _first_stage_faults(parallel, shape)
@@ -224,7 +234,7 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
 
 
 def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "parallel") -> Iterator[str]:
-    """Yields one sentence if a layout does not fill the ``ranks`` GPUs that the setting ``ranks_key`` gives."""
+    """Yields one sentence if a layout does not use exactly ``ranks`` GPUs, the value of the setting ``ranks_key``."""
     product, without_dp = world_size(layout), layout.tp * layout.pp * layout.cp
     if product != ranks:
         fixes = [f"{ranks_key}={product}"]
@@ -237,7 +247,10 @@ def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "paral
 
 
 def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Iterator[str]:
-    """Yields one sentence if the first chunk, the only chunk with the tower, lacks a layer that adds its outputs."""
+    """Yields one sentence if the first chunk has too few layers.
+
+    Only this chunk has the vision tower, so it must have all layers that add the tower's outputs.
+    """
     needed, layers = shape.deepstack_layers, shape.layers
     if layers % (pp * vpp) or _holds_deepstack(shape, pp * vpp):
         return
@@ -254,15 +267,15 @@ def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Ite
 
 
 def _holds_deepstack(shape: LayoutShape, chunks: int) -> bool:
-    """Returns whether the first of equal chunks of layers has all layers that add outputs of the tower."""
+    """Returns whether the first of equal chunks of layers has all layers that add the vision tower's outputs."""
     return shape.layers // chunks >= shape.deepstack_layers
 
 
 def first_stage_sizes(parallel: Layout, shape: LayoutShape, *, vpp: int) -> list[int]:
-    """Returns the numbers of layers that the first of several stages can have, ascending.
+    """Returns the possible numbers of layers of the first of several pipeline stages, ascending.
 
-    The other stages share the rest equally, every chunk of a stage has the same number of layers, and the first chunk
-    holds the layers that add outputs of the vision tower.
+    The other stages share the remaining layers equally. All chunks of a stage have the same number of layers. The first
+    chunk has all layers that add the vision tower's outputs.
     """
     later_stages = parallel.pp - 1
     return [
@@ -273,7 +286,7 @@ def first_stage_sizes(parallel: Layout, shape: LayoutShape, *, vpp: int) -> list
 
 
 def _first_stage_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
-    """Yields one sentence if the first stage cannot have parallel.first_stage_layers of the model's layers."""
+    """Yields one sentence if the first stage cannot have parallel.first_stage_layers layers."""
     first, pp, vpp = parallel.first_stage_layers, parallel.pp, parallel.vpp
     fitting = first_stage_sizes(parallel, shape, vpp=vpp)
     if first is None or pp == 1 or first in fitting:
@@ -303,7 +316,7 @@ def _indivisible(
     most: int | None,
     fits: Callable[[int], bool] = lambda size: True,
 ) -> Iterator[str]:
-    """Yields one sentence if a size does not divide all of the model's ``counts``, each by its name."""
+    """Yields one sentence if a size does not divide all of ``counts``, the model's sizes by name."""
     wrong = [f"{count} {what}" for what, count in counts.items() if count % size]
     if wrong:
         fix = _sizes(math.gcd(*counts.values()), asked=size, most=most, fits=fits)
@@ -311,9 +324,11 @@ def _indivisible(
 
 
 def _sizes(count: int, *, asked: int, most: int | None, fits: Callable[[int], bool] = lambda size: True) -> str:
-    """Returns the fitting divisors of ``count`` as text, up to the first divisor above ``asked`` within ``most``.
+    """Returns the fitting divisors of ``count`` as text.
 
-    One process always fits.
+    These are all divisors below ``asked``, and the first divisor above ``asked`` if it is at most ``most``.
+
+    The divisor 1 always fits.
     """
     divisors = [divisor for divisor in range(1, count + 1) if count % divisor == 0 and fits(divisor)]
     above = [divisor for divisor in divisors if divisor > asked and (most is None or divisor <= most)]

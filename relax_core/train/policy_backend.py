@@ -1,4 +1,4 @@
-"""Implements the policy's training back end, which is one rank's part of the trainer."""
+"""Implements the policy's training back end: one rank of the trainer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CLOSE_SAMPLES_S = 10.0
 
 
 class TrainedLog(Protocol):
-    """Defines the interface of the log of the samples that a rank trains."""
+    """Defines the interface of the log of a rank's trained samples."""
 
     def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
-        """Keeps groups of a train step and the log-probs of their tokens, float32 ``[tokens]``; None: not computed."""
+        """Logs groups of a train step and their tokens' log-probs, float32 ``[tokens]``, or None if not computed."""
 
     def close(self, *, timeout_s: float) -> None:
         """Writes the waiting samples."""
@@ -36,9 +36,10 @@ class TrainedLog(Protocol):
 class TopLogprobs(NamedTuple):
     """Holds the log-probs of a group's rows, with 0 at rows that were not sampled.
 
-    ``logprobs`` are the rows' own log-probs, float32 ``[rows]``. ``top_ids`` are the most likely tokens there, int64
-    ``[rows, top_k]``, most likely first. ``top_logprobs`` are their log-probs, float32 ``[rows, top_k]``. If a
-    kept set has fewer than top_k tokens, the remaining ids are -1 and the remaining log-probs are `OUTSIDE`.
+    ``logprobs`` are the log-probs of the rows' tokens, float32 ``[rows]``. ``top_ids`` are the most likely tokens at
+    each row, int64 ``[rows, top_k]``, most likely first. ``top_logprobs`` are the log-probs of ``top_ids``, float32
+    ``[rows, top_k]``. If a kept set has fewer than top_k tokens, the remaining ids are -1 and the remaining log-probs
+    are `OUTSIDE`.
     """
 
     logprobs: np.ndarray
@@ -50,9 +51,9 @@ class MegatronBackend(MegatronRank):
     """Adds the policy's log-probs and loss to a rank, and exports its weights.
 
     ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
-    serves actor_fwd, reference and teacher roles. Log-probs and entropies are computed over the sampled distribution:
-    over the groups' kept sets if they have them, and without the banned tokens. ``samples`` gets each micro-batch on
-    the one rank of a replica that counts it.
+    serves actor_fwd, reference and teacher roles. Log-probs and entropies refer to the distribution that was sampled:
+    without the banned tokens, and over the kept sets if the groups have kept sets. ``samples`` logs each micro-batch on
+    the one rank of a replica that counts the micro-batch.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class MegatronBackend(MegatronRank):
         samples: TrainedLog | None = None,
     ) -> None:
         if temperature <= 0:
-            raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
+            raise ValueError(f"rollout.temperature={temperature}: training needs a value above 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable, media=media)
         self._samples = samples
         self._inverse_temperature = 1.0 / temperature
@@ -96,18 +97,18 @@ class MegatronBackend(MegatronRank):
             self._samples.trained(self._step, groups, logprobs)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
-        """Counts and keeps groups without a gradient; see `MegatronRank.count`."""
+        """Counts and logs groups without a gradient; see `MegatronRank.count`."""
         super().count(groups)
         if self._samples is not None:
             self._samples.trained(self._step, groups, None)
 
     def close_samples(self) -> None:
-        """Writes the samples that wait; no train step may follow."""
+        """Writes the waiting samples; no train step may follow."""
         if self._samples is not None:
             self._samples.close(timeout_s=CLOSE_SAMPLES_S)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the current weights' log-probs: float32 ``[rows]`` per group, 0 at rows that were not sampled."""
+        """Returns log-probs with the current weights: float32 ``[rows]`` per group, 0 at rows that were not sampled."""
 
         def columns(batch: TreeBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
@@ -116,7 +117,7 @@ class MegatronBackend(MegatronRank):
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
     def top_logprobs(self, groups: Sequence[TokenTree], *, top_k: int) -> list[TopLogprobs]:
-        """Returns log-probs with the ``top_k`` most likely tokens of each row, without gradient.
+        """Returns log-probs and the ``top_k`` most likely tokens of each row, without gradient.
 
         ``top_k`` is between 1 and the vocabulary size.
         """
@@ -130,16 +131,16 @@ class MegatronBackend(MegatronRank):
 
     @property
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns the name and shape of each weight that `export` yields, in its order."""
+        """Returns the name and shape of each weight in the order of `export`."""
         return self._weights.shapes
 
     @property
     def frozen_weights(self) -> frozenset[str]:
-        """Returns the names of the weights of `export` that do not train."""
+        """Returns the names of the frozen weights that `export` yields."""
         return frozen_weights(self.architecture, self._setup.frozen)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all weights under Hugging Face names in the order of the map.
+        """Yields all weights under Hugging Face names in the order of `weight_shapes`.
 
         The tensors are valid until the next step. The call is collective.
         """
@@ -158,13 +159,13 @@ class MegatronBackend(MegatronRank):
 
     @staticmethod
     def _kept(batch: TreeBatch) -> KeptTokens | None:
-        """Returns the kept sets of this rank's chosen rows, or None if the groups have none."""
+        """Returns the kept sets of this rank's chosen rows, or None if the groups have no kept sets."""
         present = [
             group.kept.take(rows)
             for group, rows in zip(batch.groups, batch.layout.chosen, strict=False)
             if group.kept is not None
         ]
-        assert len(present) in (0, len(batch.groups)), "either all groups of a run have kept sets or none has them"
+        assert len(present) in (0, len(batch.groups)), "all groups of a run or no group must have kept sets"
         if not present:
             return None
         kept, tokens = KeptTokens.joined(present), batch.tokens
@@ -177,12 +178,12 @@ class MegatronBackend(MegatronRank):
         """
         weight = self.model.output_weight()
         if self._overlap and weight.requires_grad:
-            # Megatron waits for parameters when a module uses them, but no module uses this parameter.
+            # Megatron waits for a parameter when its module runs, but no module runs with this parameter.
             self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
         return hidden[batch.predicting_rows], weight, batch.targets
 
     def _head(self, batch: TreeBatch, hidden: Tensor) -> HeadOutputs:
-        """Returns the log-probs of all chosen rows and the further outputs that the algorithm requires."""
+        """Returns the log-probs of all chosen rows and the other outputs that the algorithm requires."""
         top_ids = None
         if batch.groups and "teacher_top_ids" in batch.groups[0].extras:
             chosen = zip(batch.groups, batch.layout.chosen, strict=True)
@@ -211,7 +212,7 @@ class MegatronBackend(MegatronRank):
         groups, layout = batch.groups, batch.layout
 
         def column(name: str) -> Tensor | None:
-            """Returns the column ``name``, or None; either all groups of a step have it or none has it."""
+            """Returns the column ``name``, or None if the step's groups do not have this column."""
             return self._column([group.of_tokens(name) for group in groups]) if name in groups[0].extras else None
 
         rollout, old = self._column([group.logprobs[group.tokens[1]] for group in groups]), column("old_logprobs")
@@ -240,7 +241,7 @@ class MegatronBackend(MegatronRank):
 
 
 def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:
-    """Returns |trainer's log-prob - engine's log-prob| of the trained tokens that the step's own weights sampled.
+    """Returns |trainer's log-prob - engine's log-prob| of the trained tokens that the step's initial weights sampled.
 
     ``logprobs`` is float32 ``[tokens]`` and comes from the step's own forward pass.
     """
@@ -255,7 +256,7 @@ def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarr
 
 
 def reports() -> bool:
-    """Returns True on the one rank of each replica that reports the results of the last stage."""
+    """Returns True on the rank of each replica that reports the last stage's results."""
     return (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,4 +1,4 @@
-"""Runs slow calls in threads with one queue per key, so that a slow call delays only calls for the same key."""
+"""Runs slow calls in threads with one queue per key: a slow call delays only later calls for the same key."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 class CallQueues:
-    """Runs the calls for one key, such as an engine's URL, in the order of `put`.
+    """Runs calls with the same key, such as an engine's URL, one after the other in the order of `put`.
 
-    Calls for different keys run at the same time. The threads are daemons, so a call that hangs keeps no process alive.
+    Calls with different keys run at the same time. The threads are daemons, so a hanging call does not keep the process
+    alive.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # A key is present while its thread runs.
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # A key has an entry while its thread runs.
 
     def put(self, key: str, call: Callable[[], T]) -> Future[T]:
-        """Queues ``call`` and returns at once; the future gets the result or the exception."""
+        """Queues ``call`` and returns at once; the returned future gets the call's result or exception."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -30,7 +31,7 @@ class CallQueues:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:  # The reader of the result gets every exception.
+            except BaseException as error:  # The future raises the exception when its result is read.
                 future.set_exception(error)
 
         with self._lock:

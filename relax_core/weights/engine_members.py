@@ -1,6 +1,7 @@
-"""Stores the list of the run's current engines: the controller writes it, all other processes read it.
+"""Stores the list of the run's current engines. The controller writes the list, and all other processes read it.
 
-The file is in the folder of the published weights and is replaced atomically. This module has no heavy imports.
+The file of the list is in the folder of the published weights and is replaced atomically. This module has no heavy
+imports.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from relax_core.weights.version_folder import PublishedUnreadable, read_digested
 
 ENGINES = "engines.json"
 
-# start: an engine of the configuration. added: an engine that the run started during training. external: an external
-# server that joined during training.
+# start: an engine of the configuration. added: the run started the engine during training. external: an external server
+# that joined during training.
 Origin = Literal["start", "added", "external"]
-# joining: it gets its first weights and no prompts. serving: it gets prompts. leaving: it finishes its open samples.
+# joining: loads its first weights, gets no prompts. serving: gets prompts. leaving: only finishes its open samples.
 # moving: its open samples are aborted and continue in other engines.
 MemberState = Literal["joining", "serving", "leaving", "moving"]
-STARTED: tuple[MemberState, ...] = ("serving", "leaving", "moving")  # it has served prompts
+STARTED: tuple[MemberState, ...] = ("serving", "leaving", "moving")  # states of an engine that has served prompts
 log = logging.getLogger(__name__)
 
 
 class EngineMember(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds one engine of the run; ``number`` is never reused in the run, also after the engine has left.
+    """Describes one engine of the run; its ``number`` is not reused in the run, even after the engine has left.
 
-    ``url`` is the address of an external engine, "" for all others.
+    ``url`` is the address of an external engine, and "" for an engine that the run started.
     """
 
     number: int
@@ -39,7 +40,7 @@ class EngineMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the engines of the run in the order of their numbers."""
+    """Lists the engines of the run in the order of their numbers."""
 
     members: tuple[EngineMember, ...]
 
@@ -49,7 +50,7 @@ class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
         return [member.number for member in self.members]
 
     def url_of(self, number: int) -> str:
-        """Returns the address of an external engine, "" for any other number."""
+        """Returns the address of an external engine; "" if the engine is not external or the number is unknown."""
         return next((member.url for member in self.members if member.number == number), "")
 
     def in_state(self, *states: MemberState) -> list[int]:
@@ -58,17 +59,17 @@ class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started(self) -> list[int]:
-        """Returns the numbers of the engines that have served prompts, to which the trainer pushes its weights."""
+        """Returns the numbers of the engines that have served prompts; the trainer pushes weights to these engines."""
         return self.in_state(*STARTED)
 
 
 def start_members(count: int) -> EngineMembers:
-    """Returns the engines of the configuration, which are numbered from 0 and serve from the start."""
+    """Returns the engines of the configuration, numbered from 0; they serve from the start."""
     return EngineMembers(members=tuple(EngineMember(number=number) for number in range(count)))
 
 
 def write_members(folder: Path, members: Iterable[EngineMember]) -> None:
-    """Replaces the list in the folder of the published weights; creates the folder if it is missing."""
+    """Replaces the list of engines in the folder of the published weights; creates a missing folder."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_digested(folder / ENGINES, EngineMembers(members=tuple(sorted(members, key=lambda member: member.number))))
 
@@ -76,7 +77,8 @@ def write_members(folder: Path, members: Iterable[EngineMember]) -> None:
 class MemberList:
     """Reads the list of the engines in ``folder``.
 
-    Without a file, as in a run without a controller, the list has the ``count`` engines of the configuration.
+    If the file does not exist, as in a run without a controller, the list has the ``count`` engines of the
+    configuration.
     """
 
     def __init__(self, folder: Path, *, count: int) -> None:

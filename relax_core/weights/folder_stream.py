@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face folder as a stream, as whole tensors or only in the slices that are used."""
+"""Streams the weights of a Hugging Face folder: whole tensors, or only the requested slices of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.families.folder import weight_files
 
 
 class StoredTensor:
-    """Reads only the indexed slice of a tensor in a file; ``dtype`` is safetensors' own name."""
+    """Represents a tensor in a file; indexing reads only the requested slice. ``dtype`` is a safetensors name."""
 
     def __init__(self, slices: Any) -> None:
         self.shape: tuple[int, ...] = tuple(slices.get_shape())
@@ -27,7 +27,7 @@ class StoredTensor:
 
 
 def open_safetensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields all tensors of a folder's weights unread, in the order in which they are stored.
+    """Yields a `StoredTensor` for each tensor of a folder's weights, in file order, without reading its data.
 
     Raises ValueError if the folder has no weights.
     """
@@ -37,7 +37,7 @@ def open_safetensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
 def read_safetensors(
     folder: Path, *, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a folder's weights with ``wanted`` names, in the order in which they are stored.
+    """Yields the tensors of a folder's weights in file order, but only tensors with ``wanted(name)``.
 
     One tensor is in memory at a time. Raises ValueError if the folder has no weights.
     """

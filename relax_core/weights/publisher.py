@@ -1,4 +1,4 @@
-"""Writes each weight version, pushes it to every engine, and keeps the newest version for engines that start later."""
+"""Writes each weight version, pushes it to all engines, and keeps the newest version for engines that start later."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from relax_core.weights.version_writer import VersionWriter
 if TYPE_CHECKING:
     import torch
 
-STARTS = "starts of pushes"  # The queue that starts each version's push; all other queues are named by an engine's URL.
-CLOSE_S = 1.0  # How many seconds `close` waits for pushes in progress.
+STARTS = "starts of pushes"  # The key of the queue that starts pushes; the other keys are engine URLs.
+CLOSE_S = 1.0  # Seconds that `close` waits for pushes in progress.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """Reports the pushes that have ended since the last report.
 
-    ``write_ms`` is the time until the file and its digest existed. ``push_ms`` is the time of the longest push that has
-    ended, or the time so far if none has. ``stall_ms`` is the longest time for which an engine stopped decoding for a
-    new version. ``bytes`` is the size of the version without frozen tensors. ``refused`` maps an engine's url to the
-    reason why it does not serve the version. ``behind`` are the engines that have not answered. The owners of all
-    these engines bring them to the newest version.
+    ``write_ms`` is the time for writing the file and its digest. ``push_ms`` is the duration of the longest ended push;
+    if no push has ended, the time since this push began. ``stall_ms`` is the longest time that an engine stopped
+    decoding to load a version. ``bytes`` is the size of the version without frozen tensors. ``refused`` maps the url of
+    each engine with a failed push to the reason. ``behind`` has the urls of the engines that have not answered yet.
+    Engine owners (`relax_core.roles.engine_owner`) bring refused and late engines to the newest version.
     """
 
     version: int
@@ -48,7 +48,7 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Holds the result of a push to one engine: ``stall_ms``, or why the engine does not serve the version."""
+    """Holds the result of a push to one engine: ``stall_ms``, or ``refusal``, the reason why the push failed."""
 
     url: str
     push_ms: float
@@ -57,20 +57,20 @@ class _Outcome:
 
 
 class Push:
-    """Holds a version that is being pushed to the engines."""
+    """Represents the push of one version to all engines."""
 
     def __init__(self, publisher: WeightPublisher, manifest: WeightManifest, *, write_ms: float) -> None:
         self.manifest = manifest
         self.write_ms = write_ms
         self.began = time.monotonic()
-        self.started: Future[list[Future[_Outcome]]] = Future()  # one future for each engine that `result` waits for
+        self.started: Future[list[Future[_Outcome]]] = Future()  # one future per engine that `result` waits for
         self._publisher = publisher
 
     def result(self, timeout: float) -> SyncReport:
-        """Returns when every engine has answered, or ``timeout`` seconds after the push began.
+        """Returns the report when all engines have answered, but at most ``timeout`` seconds after the push began.
 
-        Engines that have not answered are in ``behind``. It does not wait for engines that were behind before. It
-        raises any exception that is not an EngineError.
+        Engines that have not answered are in ``SyncReport.behind``. `result` does not wait for engines that were
+        already behind in an earlier report. Exceptions other than EngineError are raised.
         """
         return self._publisher.report(self, until=self.began + timeout)
 
@@ -78,16 +78,18 @@ class Push:
 class WeightPublisher:
     """Publishes versions into ``folder`` and pushes them to each engine separately.
 
-    An engine that does not answer delays no other engine and no later version. Until it answers a push it gets no other
-    push, and its owner brings it to the newest version, as for an engine that refused a version.
+    An unresponsive engine delays neither other engines nor later versions. It gets no further push until it has
+    answered the current push. If an engine is unresponsive or refuses a version, its engine owner brings it to the
+    newest version.
 
-    ``receivers`` is called for each version in another thread than `publish`. With ``model_folder`` a version is a
-    folder that loads as a Hugging Face model, with links to that folder's config and tokenizer. The pushes run in
-    ``calls`` under the engine's url; other calls that are put there run in order with the pushes.
+    ``receivers`` returns the engines; it is called once for each version, in a separate thread. With ``model_folder``,
+    each version is a folder that loads as a Hugging Face model and links to the config and tokenizer in
+    ``model_folder``. The pushes to an engine run in ``calls`` under the engine's url, in order with other calls under
+    this url.
 
     ``frozen`` names the tensors that are the same in every version. They are written once, into a file that all
-    versions share, and an engine that holds them does not read them again. A transport that sends the tensors sends
-    them with every version. The record of a push waits out outages of the disk of up to ``outage_s`` seconds.
+    versions share, and an engine reads them once. A collective transport sends them with every version. If the disk
+    fails while the end of a push is recorded, the write is retried for up to ``outage_s`` seconds.
     """
 
     def __init__(
@@ -107,16 +109,16 @@ class WeightPublisher:
         self._writer = VersionWriter(folder, frozen=frozen if transport.by_file else (), model_folder=model_folder)
         self._calls = calls or CallQueues()
         self._lock = threading.Lock()  # guards the attributes below
-        self._silent: frozenset[str] = frozenset()  # engines that were behind and have answered nothing since
-        self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
+        self._silent: frozenset[str] = frozenset()  # engines that were behind and have not answered since
+        self._in_flight: dict[str, int] = {}  # engine url → the version of the push that the engine has not answered
         self._unreported: list[Future[_Outcome]] = []
         self._pushed = -1
         self._outage_s = outage_s
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
-        """Writes a version and starts its push in other threads; take its result before you publish the next version.
+        """Writes a version and starts its push in other threads. Read the push's result before the next `publish`.
 
-        The tensors are read before this returns.
+        All tensors are read before the method returns.
         """
         start = time.perf_counter()
         manifest = self._writer.write(self._folder.new(version), version, tensors)
@@ -129,8 +131,8 @@ class WeightPublisher:
         return push
 
     def report(self, push: Push, *, until: float) -> SyncReport:
-        """Returns the report of `Push.result`; ``until`` is in seconds of time.monotonic()."""
-        with suppress(TimeoutError):  # The list of engines did not arrive in time.
+        """Returns the report of `Push.result`. ``until`` is the deadline on the clock time.monotonic()."""
+        with suppress(TimeoutError):  # ``receivers`` did not return in time.
             wait(push.started.result(max(0.0, until - time.monotonic())), timeout=max(0.0, until - time.monotonic()))
         with self._lock:
             behind = frozenset(self._in_flight)
@@ -150,15 +152,15 @@ class WeightPublisher:
         )
 
     def forget(self, url: str) -> None:
-        """Forgets an engine that has left, once the push that may be in progress has ended, without waiting for it."""
+        """Releases the resources of an engine that has left, after its push in progress has ended; returns at once."""
         self._calls.put(url, partial(self._forget, url))
 
     # -- In other threads ---------------------------------------------------------------------------------------------
     def _start(self, push: Push) -> None:
-        """Starts the push to each engine that has answered the previous push."""
+        """Starts the push to each engine that has answered its previous push."""
         try:
             receivers = self._receivers()
-        except BaseException as error:  # The reader of the push's result gets every exception.
+        except BaseException as error:  # `Push.result` raises the exception.
             push.started.set_exception(error)
             return
         version, awaited = push.manifest.version, []
@@ -195,18 +197,18 @@ class WeightPublisher:
             self._silent -= {url}
 
     def _record_pushed(self, version: int) -> None:
-        """Records the end of this version's push, so that owners know that it did not reach engines still behind."""
+        """Records the end of this version's push: engine owners then know that engines still behind did not get it."""
 
         def record() -> None:
-            with self._lock:  # not held while an outage lasts, because the trainer needs it
-                if version > self._pushed:  # The push of an older version may end later.
+            with self._lock:  # The trainer needs the lock, so it is not held during an outage.
+                if version > self._pushed:  # The push of an older version may end after this push.
                     self._folder.replace(PUSHED, version)
                     self._pushed = version
 
         retry_through_outage(record, Outage(f"records the push of weights {version}"), limit_s=self._outage_s)
 
     def close(self) -> None:
-        """Waits up to `CLOSE_S` seconds for the pushes in progress; the remaining pushes end with the process."""
+        """Waits up to `CLOSE_S` seconds for the pushes in progress. Pushes that take longer end with the process."""
         with self._lock:
             in_progress = list(self._unreported)
         wait(in_progress, timeout=CLOSE_S)

@@ -1,7 +1,7 @@
-"""Writes a safetensors file tensor by tensor, with a header that is made from the tensors' shapes alone.
+"""Writes a safetensors file tensor by tensor; the header needs only the names, dtypes and shapes of the tensors.
 
-The library's own writer needs all tensors at once. A file begins with the length of its header in 8 bytes, then the
-header as JSON padded with spaces. Format: https://github.com/huggingface/safetensors#format.
+The safetensors library needs all tensors at once. A file begins with the length of its header in 8 bytes. The header
+follows as JSON, padded with spaces. Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 ALIGNMENT = 8  # The first tensor begins at a multiple of this many bytes.
 PIECE_BYTES = 16 << 20
-DTYPES = {  # in the order in which the library lays tensors out
+DTYPES = {  # the library's order of tensors in a file
     "int64": "I64",
     "float64": "F64",
     "float32": "F32",
@@ -42,7 +42,7 @@ DTYPES = {  # in the order in which the library lays tensors out
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Holds the location of a tensor in a file, for a copy in pieces; ``dtype`` is torch's name."""
+    """Describes the location of a tensor in a file; `pieces` reads its bytes. ``dtype`` is torch's name."""
 
     path: Path
     dtype: str
@@ -52,7 +52,7 @@ class StoredBytes:
 
     def pieces(self) -> Iterator[bytes]:
         """Yields the bytes, at most `PIECE_BYTES` at a time."""
-        # Pages of a mapped file would count as this process's memory.
+        # The file is not mapped, because mapped pages would count as this process's memory.
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for first in range(0, self.nbytes, PIECE_BYTES):
@@ -70,7 +70,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
-    """Yields the tensors of a file in the order in which they are stored, from its header alone.
+    """Yields the location of each tensor of a file, in file order; reads only the file's header.
 
     Raises ValueError as `read_header` does.
     """
@@ -88,7 +88,7 @@ def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
 
 
 def header_bytes(tensors: Iterable[TensorSpec], *, room: int = 0) -> bytes:
-    """Returns the header with its length, at least ``room`` bytes; raises ValueError for an unsupported dtype."""
+    """Returns header length and header, at least ``room`` bytes in all; raises ValueError for an unsupported dtype."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for spec in tensors:
         if spec.dtype not in DTYPES:
@@ -102,7 +102,7 @@ def header_bytes(tensors: Iterable[TensorSpec], *, room: int = 0) -> bytes:
 
 
 def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
-    """Lays out tensors (name, dtype, shape) in the order of the `safetensors` library: by dtype, then by name."""
+    """Sorts tensors (name, dtype, shape) as the `safetensors` library does: by dtype, then by name."""
     import torch
 
     order = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -138,7 +138,7 @@ def write_safetensors(
 
 
 def write_weight_index(path: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
-    """Writes Hugging Face's index of several weight files: their names, and the tensors of each."""
+    """Writes Hugging Face's index of several weight files, which maps each tensor to its file."""
     tensors = [(spec, name) for name, specs in files.items() for spec in specs]
     index = {
         "metadata": {"total_size": sum(spec.nbytes for spec, _ in tensors)},

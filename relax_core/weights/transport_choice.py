@@ -1,4 +1,4 @@
-"""Chooses the transport of weight versions by where the trainer and the engines run, and builds it."""
+"""Chooses and builds the transport of weight versions, depending on the hosts of the trainer and the engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.weights.transports import CollectiveTransport, DiskTransport, Sh
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:
-    """Names a transport and gives the ``reason`` in one clause for the plan and the log."""
+    """Names the chosen transport; ``reason`` is one clause for the plan and the log."""
 
     name: WeightTransportName
     reason: str
@@ -20,7 +20,8 @@ class TransportChoice:
 def choose_transport(config: RelaxConfig) -> TransportChoice:
     """Returns ``engine.weight_transport``, or the transport that fits the topology if the setting is auto.
 
-    It never chooses NCCL, because no GPU has run it yet, and because engines on one host can read the published file.
+    The setting auto never chooses NCCL: it has not been tested on GPUs yet, and engines on one host can read the
+    published file.
     """
     wanted = config.engine.weight_transport
     if wanted is not WeightTransportName.auto:
@@ -37,7 +38,7 @@ def _choice(name: str, reason: str) -> TransportChoice:
 
 
 def build_transport(name: WeightTransportName, *, host: str, timeout_s: float) -> WeightTransport:
-    """Builds a transport; ``host`` is the trainer's address and ``timeout_s`` bounds each call to an engine."""
+    """Builds a transport. ``host``: address of the trainer. ``timeout_s``: deadline of each call to an engine."""
     match name:
         case WeightTransportName.shared_memory:
             return SharedMemoryTransport()
@@ -49,5 +50,5 @@ def build_transport(name: WeightTransportName, *, host: str, timeout_s: float) -
             return CollectiveTransport("nccl", host=host, timeout_s=timeout_s)
         case _:
             raise AssertionError(
-                f"engine.weight_transport={name.value} names no transport: call choose_transport first"
+                f"engine.weight_transport={name.value} is not a transport: call choose_transport first"
             )

@@ -1,12 +1,14 @@
-"""Transfers published weight versions to engines: the transports, and the interfaces that each side implements.
+"""Transfers published weight versions to engines: the transports, and the interfaces of transport and engine client.
 
-The collective transport sends over gloo or NCCL in a separate group for each engine, so that a dead engine delays no
-other engine.
+The collective transport sends over gloo or NCCL. Each engine has a separate group, so a dead engine does not delay the
+other engines.
 
-In one group of all engines, gloo broadcasts along a tree: if an engine is killed during a broadcast, the ranks below it
-and the sender wait for the whole deadline. With separate groups the trainer sends once for each engine.
+With one group for all engines, gloo would broadcast along a tree. If an engine were killed during a broadcast, the
+ranks below this engine and the sender would wait until the deadline. The cost of separate groups is that the trainer
+sends each version once for each engine.
 
-The trainer sends the published file and not its parameters, because the next step may change the parameters meanwhile.
+The trainer sends the published file. It does not send its parameters, because the next step may change them during the
+transfer.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroupAddress:
-    """Describes where the ranks of a collective group find each other.
+    """Describes the address at which the ranks of a collective group connect.
 
-    The sender is rank 0 and opens ``address``:``port``. ``backend`` is gloo or nccl. Every wait for other ranks or a
-    broadcast takes at most ``timeout_s`` seconds.
+    Rank 0 is the sender and opens ``address``:``port``. ``backend`` is gloo or nccl. ``timeout_s`` limits each wait for
+    other ranks or for a broadcast, in seconds.
     """
 
     name: str
@@ -43,12 +45,12 @@ class WeightGroupAddress:
 
 
 class WeightReceiver(Protocol):
-    """Describes the client of an engine that receives weights.
+    """Declares the calls of an engine client that transfer weights.
 
-    Every call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer.
-    ``group_ranks`` is the number of the engine's processes that join a group. The calls that activate a version,
-    `update_weights`, `update_weights_from_disk` and `end_weight_update`, answer with ``stall_ms``, the milliseconds for
-    which decoding stopped. Samples in progress continue under the new version.
+    Each call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer. ``group_ranks``
+    is the number of ranks with which the engine joins a group. `update_weights`, `update_weights_from_disk` and
+    `end_weight_update` activate a version; their replies contain ``stall_ms``, the time in milliseconds for which
+    decoding stopped. Samples in progress continue under the new version.
     """
 
     url: str
@@ -70,41 +72,42 @@ class WeightReceiver(Protocol):
         """Begins an update in which the engine receives broadcasts."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Makes the engine receive one broadcast of bytes, which holds ``tensors`` one after the other."""
+        """Makes the engine receive one broadcast: the concatenated bytes of ``tensors``."""
 
     def abandon_weight_update(self) -> dict[str, Any]:
-        """Ends an update that has failed; an engine that loads weights as they arrive then serves nothing."""
+        """Ends a failed update. An engine that has loaded a part of the weights then serves nothing."""
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Makes the engine serve the received weights if their digest is ``digest``; otherwise it refuses them."""
+        """Makes the engine serve the received weights. The engine refuses if their digest differs from ``digest``."""
 
 
 class WeightTransport(Protocol):
     """Transfers versions to engines; calls for different receivers may run at the same time.
 
-    ``by_file`` is True if engines read the published files themselves; a version may then have several files.
+    ``by_file`` is True if the engines read the published files. Only then may a version have several files.
     """
 
     by_file: bool
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer when it serves the version; raises EngineError if it does not."""
+        """Returns the engine's reply once the engine serves the version; raises EngineError if it refuses."""
 
     def forget(self, url: str) -> None:
-        """Releases the transport's resources for an engine that has left; no push to it is in progress."""
+        """Releases the transport's resources for an engine that has left. No push to this engine may be in progress."""
 
     def close(self) -> None:
         """Releases the transport's resources."""
 
 
 T = TypeVar("T")
-GRACE_S = 5.0  # Seconds that the trainer's side of a collective may take after the engine's side is done.
+GRACE_S = 5.0  # Maximum seconds from the engine's end of a collective call to the trainer's end.
 
 
 class CollectiveTransport:
-    """Sends versions over a group with each engine; a group is used until a broadcast fails or its engine restarts.
+    """Sends versions in one group per engine. A group is used until a broadcast fails or its engine restarts.
 
-    ``host`` is this process's address as engines reach it. ``timeout_s`` bounds each join and each broadcast.
+    ``host`` is the address at which engines reach this process. ``timeout_s`` is the deadline of each join and each
+    broadcast.
     """
 
     by_file = False
@@ -113,10 +116,10 @@ class CollectiveTransport:
         self._backend = backend
         self._host = host
         self._timeout_s = timeout_s
-        self._groups: dict[str, tuple[str, WeightGroup]] = {}  # engine url → the group and its name
+        self._groups: dict[str, tuple[str, WeightGroup]] = {}  # engine url → (name of the group, group)
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Sends the version and returns the engine's answer when it serves it."""
+        """Sends the version and returns the engine's reply once the engine serves the version."""
         assert manifest.frozen is None, "all tensors of a version are sent"
         had_group = receiver.url in self._groups
         try:
@@ -126,7 +129,7 @@ class CollectiveTransport:
         except EngineError:
             if not had_group:
                 raise
-            self._send(receiver, manifest)  # The engine was restarted, and its new process is in no group.
+            self._send(receiver, manifest)  # The engine was restarted; its new process must join a new group.
         return receiver.end_weight_update(version=manifest.version, digest=manifest.digest)
 
     def forget(self, url: str) -> None:
@@ -136,7 +139,7 @@ class CollectiveTransport:
             group.abort()
 
     def close(self) -> None:
-        """Ends this process's side of the groups; an engine's side ends with its process."""
+        """Ends this process's side of all groups. The engine's side of a group ends with the engine's process."""
         for _, group in self._groups.values():
             group.abort()
         self._groups.clear()
@@ -176,9 +179,9 @@ class CollectiveTransport:
         return self._groups[receiver.url]
 
     def _leave(self, receiver: WeightReceiver, *, unreachable: bool) -> None:
-        """Leaves the group with an engine and ends the update there, unless the engine is unreachable.
+        """Leaves the group with an engine and, if the engine is reachable, makes the engine abandon the update.
 
-        A broadcast in progress ends at its own deadline, in a thread for which nothing waits.
+        A broadcast in progress ends at its deadline in a background thread.
         """
         name, group = self._groups.pop(receiver.url, (None, None))
         if group is not None:
@@ -186,13 +189,13 @@ class CollectiveTransport:
         if unreachable:
             return
         if name is not None:
-            with suppress(EngineError):  # A new process does not know the group.
+            with suppress(EngineError):  # A restarted engine does not know the group.
                 receiver.leave_weight_group(name)
         receiver.abandon_weight_update()
 
 
 def buckets(manifest: WeightManifest) -> Iterator[Sequence[TensorSpec]]:
-    """Yields the tensors in order in buckets of at most ``bucket_bytes`` bytes, or of one tensor that is larger."""
+    """Yields buckets of consecutive tensors: at most ``bucket_bytes`` bytes, or a single larger tensor."""
     bucket: list[TensorSpec] = []
     size = 0
     for spec in manifest.tensors:
@@ -206,13 +209,13 @@ def buckets(manifest: WeightManifest) -> Iterator[Sequence[TensorSpec]]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs ``action`` in a daemon thread, because with a dead engine it hangs until the group's deadline."""
+    """Runs ``action`` in a daemon thread, because ``action`` hangs until the group's deadline if the engine is dead."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except Exception as error:  # The reader of the future gets the exception.
+        except Exception as error:  # The future raises the exception when its result is read.
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-group", daemon=True).start()
@@ -220,7 +223,7 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 
 def _own_result(future: Future[T], url: str, what: str) -> T:
-    """Returns the result of the trainer's side after the engine's side is done."""
+    """Returns the trainer's result of a collective call after the engine's call has returned."""
     try:
         return future.result(timeout=GRACE_S)
     except (RuntimeError, TimeoutError) as error:
@@ -228,35 +231,36 @@ def _own_result(future: Future[T], url: str, what: str) -> T:
 
 
 class SharedMemoryTransport:
-    """Makes the engine map the published file, which is in this host's memory, and compare each bucket's digest."""
+    """Makes the engine map the published file in this host's shared memory and compare the digest of each bucket."""
 
     by_file = True
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer when it serves the version."""
+        """Returns the engine's reply once the engine serves the version."""
         return receiver.update_weights(manifest)
 
     def forget(self, url: str) -> None:
-        """Does nothing, because nothing is held for one engine."""
+        """Does nothing, because this transport has no resources per engine."""
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class DiskTransport:
-    """Makes the engine load the published folder; the trainer and the engine must see it under the same path.
+    """Makes the engine load the published folder, which must have the same path for trainer and engine.
 
-    An external SGLang server loads it through SGLang's own route; other engines load it as from shared memory.
+    An external SGLang server loads the folder through SGLang's own route. All other engines map the file, as with
+    `SharedMemoryTransport`.
     """
 
     by_file = True
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer when it serves the version."""
+        """Returns the engine's reply once the engine serves the version."""
         return receiver.update_weights_from_disk(manifest)
 
     def forget(self, url: str) -> None:
-        """Does nothing, because nothing is held for one engine."""
+        """Does nothing, because this transport has no resources per engine."""
 
     def close(self) -> None:
         """Does nothing."""

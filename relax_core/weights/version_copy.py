@@ -1,4 +1,4 @@
-"""Copies published versions into a folder that other machines can read, for servers without access to the run's memory.
+"""Copies published versions into a folder that other machines can read, because the originals are in shared memory.
 
 A version is copied only when such a server requests it.
 """
@@ -23,11 +23,11 @@ LOCK = "copy.lock"
 
 @contextmanager
 def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) -> Iterator[WeightManifest]:
-    """Yields a copy in ``target`` of the newest version in ``source``, and keeps its file until the block ends.
+    """Yields a copy, in ``target``, of the newest version in ``source``; the copy is not removed before the block ends.
 
-    The copy is made if there is none. For ``reader`` see `reading`. Several processes of one machine may do this at
-    once: one of them copies, and the others wait, at most ``deadline_s`` seconds. Raises OSError if the copy cannot be
-    written, and TimeoutError (an OSError) after the deadline.
+    Makes the copy if it does not exist yet. For ``reader`` see `reading`. Several processes of one machine may call the
+    function at the same time: one process copies, and the other processes wait for it. Raises OSError if the copy
+    cannot be written, and TimeoutError (an OSError) after waiting ``deadline_s`` seconds.
     """
     with (
         file_locked(source / LOCK, deadline_s=deadline_s, makes=f"a copy of the weights in {target}"),
@@ -41,7 +41,7 @@ def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) 
 
 
 def _copy(newest: WeightManifest, target: Path) -> None:
-    target.parent.mkdir(mode=0o700, exist_ok=True)  # as the folder of the published weights
+    target.parent.mkdir(mode=0o700, exist_ok=True)  # the same mode as the folder of the published weights
     versions = VersionFolder(target)
     frozen = newest.frozen
     if frozen is not None:
@@ -66,7 +66,7 @@ def _in_folder(manifest: WeightManifest, folder: Path) -> WeightManifest:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copies the files of a folder, but no links; each appears complete or not at all."""
+    """Copies the files of a folder without its links. Each file appears in ``target`` only when it is complete."""
     target.mkdir(exist_ok=True)
     for path in (path for path in source.iterdir() if not path.is_symlink()):
         partial = target / f".{path.name}.partial"

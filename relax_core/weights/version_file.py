@@ -1,6 +1,6 @@
 """Writes and reads a weight version as one safetensors file with a digest for each bucket.
 
-On one host the file is in shared memory, so publishing takes one copy and receiving takes a second copy.
+On one host the file is in shared memory: the trainer copies the weights into it, and each engine copies them from it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from relax_core.weights.safetensors_stream import header_bytes, host_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
-MAX_DIMENSIONS = 8  # the most axes that a tensor in a manifest may have
+MAX_DIMENSIONS = 8  # maximum number of dimensions of a tensor in a manifest
 
 
 class DigestMismatch(RuntimeError):
-    """Reports that bytes differ from the published bytes; the text names the version and the bucket."""
+    """Reports that a file's bytes differ from the published bytes; the text names the version and the bucket."""
 
 
 def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str], frozen: WeightManifest | None = None) -> str:
@@ -41,7 +41,7 @@ def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
 
 
 def _spec_and_bytes(name: str, tensor: torch.Tensor, *, offset: int) -> tuple[TensorSpec, memoryview]:
-    """Returns a tensor's entry in a manifest, and its bytes on the host."""
+    """Returns a tensor's entry in the manifest, and the tensor's bytes in CPU memory."""
     data = tensor.detach().cpu().contiguous()
     raw = host_bytes(data)
     dtype = str(data.dtype).removeprefix("torch.")
@@ -56,7 +56,7 @@ def write_weights(
     bucket_bytes: int = BUCKET_BYTES,
     header_room: int = HEADER_ROOM,
 ) -> WeightManifest:
-    """Writes tensors to ``path`` one at a time and returns their manifest, as `WeightFile` does."""
+    """Writes tensors to ``path`` one at a time with `WeightFile` and returns their manifest."""
     with WeightFile(path, header_room=header_room) as file:
         for name, tensor in tensors:
             file.add(name, tensor)
@@ -64,10 +64,10 @@ def write_weights(
 
 
 class WeightFile:
-    """Writes tensors to ``path`` one at a time; the file appears complete or not at all.
+    """Writes tensors to ``path`` one at a time. The file appears at ``path`` only when it is complete.
 
-    ``header_room`` is the number of bytes left for the header before the tensors; its size is known only after the last
-    tensor. If they are too few, the tensors are copied once more.
+    ``header_room`` is the number of bytes that are reserved for the header before the tensors, because the header's
+    size is known only after the last tensor. If the header needs more bytes, all tensors are moved once.
     """
 
     def __init__(self, path: Path, *, header_room: int = HEADER_ROOM) -> None:
@@ -84,7 +84,7 @@ class WeightFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Closes the file, which is incomplete without `finish`."""
+        """Closes the file. Without `finish` the file stays incomplete."""
         self._file.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class WeightFile:
     def finish(
         self, *, version: int, bucket_bytes: int = BUCKET_BYTES, frozen: WeightManifest | None = None
     ) -> WeightManifest:
-        """Returns the manifest of the complete file; ``frozen`` is the manifest of the version's frozen tensors."""
+        """Completes the file and returns its manifest. ``frozen`` is the manifest of the version's frozen tensors."""
         header = header_bytes(self._specs, room=self._header_room)
         if len(header) > self._header_room:
             _make_room(self._file, before=self._header_room, after=len(header))
@@ -128,7 +128,7 @@ class WeightFile:
 
 
 def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
-    """Moves the bytes from ``before`` on to ``after``, the last block first."""
+    """Moves all bytes from offset ``before`` on to offset ``after``, starting with the last block."""
     file.flush()
     end = file.tell()
     piece = 16 << 20
@@ -138,10 +138,10 @@ def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
 
 
 def view_bytes(manifest: WeightManifest) -> torch.Tensor:
-    """Returns the published tensors' bytes, uint8 ``[total_bytes]``, as an unchecked view of the file.
+    """Returns a view of the bytes of all published tensors, uint8 ``[total_bytes]``, without comparing digests.
 
-    Copy tensors that you keep. Raises FileNotFoundError if a newer version has already replaced this version,
-    `DigestMismatch` if the file has another length, and ValueError if it is not a regular file.
+    Copy tensors that you keep. Raises FileNotFoundError if the version is old and was removed, `DigestMismatch` if the
+    file has another length, and ValueError if it is not a regular file.
     """
     published = manifest.data_offset + manifest.total_bytes
     with open(manifest.path, "rb", opener=_open_nonblocking) as file:
@@ -158,14 +158,14 @@ def view_bytes(manifest: WeightManifest) -> torch.Tensor:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Opens a file without blocking, so that a pipe does not wait for its other end."""
+    """Opens a file without blocking; a blocking open of a pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_manifest(manifest: WeightManifest) -> None:
-    """Checks a manifest, which may come over the network.
+    """Checks a manifest, which may come from the network.
 
-    Raises `DigestMismatch`, or ValueError if a value is impossible.
+    Raises `DigestMismatch` if its digest differs, and ValueError for an impossible value.
     """
     try:
         digest = _names_digest(manifest.tensors, manifest.digests, manifest.frozen)
@@ -193,11 +193,11 @@ def _tensor_bytes(spec: TensorSpec, version: int) -> int:
 
 
 def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) after every digest agrees; the tensors are views of the file, so copy those that you keep.
+    """Compares all digests, then yields (name, tensor). The tensors are views of the file: copy tensors that you keep.
 
-    The frozen tensors come first, or are left out. Before the first tensor it raises `DigestMismatch` if a bucket or
-    the manifest does not agree, FileNotFoundError if a newer version has already replaced this version, and ValueError
-    if the manifest is impossible.
+    Frozen tensors come first, or are left out. All errors are raised before the first tensor: `DigestMismatch` if a
+    digest of a bucket or of the manifest differs, FileNotFoundError if the version is old and was removed, and
+    ValueError for impossible values in the manifest.
     """
     frozen = manifest.frozen if with_frozen else None
     if frozen is not None and frozen.frozen is not None:
@@ -208,7 +208,7 @@ def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Itera
 
 
 def _checked_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns the tensors of the manifest's own file after every digest agrees."""
+    """Compares all digests of the manifest's file, without the file of frozen tensors, and returns its tensors."""
     _check_manifest(manifest)
     data = view_bytes(manifest)
     found = _bucket_digests(data.numpy().data, manifest.bucket_bytes)
@@ -217,16 +217,16 @@ def _checked_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tens
             raise DigestMismatch(
                 f"weights version {manifest.version}, bucket {bucket}: digest {got}, published as {expected}"
             )
-    # Tensors follow each other. Offsets in the manifest are not used, because no digest covers them.
+    # The tensors are contiguous. Offsets in the manifest are ignored, because no digest covers them.
     return cut_tensors(data, [(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in manifest.tensors])
 
 
 def cut_tensors(
     data: torch.Tensor, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields views of ``data`` uint8 ``[bytes]``, which holds ``tensors`` (name, dtype, shape) one after the other.
+    """Yields views of ``data``, uint8 ``[bytes]``: the concatenated bytes of ``tensors`` (name, dtype, shape).
 
-    A tensor is a copy if its offset is not a multiple of its dtype's size.
+    A tensor whose offset is not a multiple of its dtype's size is copied.
     """
     start = 0
     for name, dtype, shape in tensors:
@@ -239,7 +239,7 @@ def cut_tensors(
 
 
 class TensorsDigest:
-    """Computes without a file the digest that `write_weights` gives the same tensors in the same order."""
+    """Computes the same digest of tensors as `write_weights`, in the same order of tensors, without a file."""
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes

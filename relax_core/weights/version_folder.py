@@ -1,7 +1,7 @@
 """Manages the folder of published weight versions: the trainer writes, other processes read.
 
-Its small files are JSON with a digest of their content: ``{"digest": …, "content": …}``. The digest is xxh3-128, in
-hex, of the content's bytes in the file. It detects damage but does not protect against an attacker.
+The small files in the folder are JSON with a digest of their content: ``{"digest": …, "content": …}``. The digest is
+the xxh3-128 of the content's bytes, in hexadecimal. It detects damage but does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Digested(msgspec.Struct, frozen=True):
 
 
 def encode_digested(content: object, *, indent: int | None = None) -> bytes:
-    """Returns the file's bytes; ``indent`` is the number of spaces per level, or None for one line."""
+    """Encodes content and its digest as a file's bytes. ``indent``: spaces per level, None for one line."""
     data = msgspec.json.encode(content)
     if indent is not None:
         data = msgspec.json.format(data, indent=indent)
@@ -36,7 +36,7 @@ def encode_digested(content: object, *, indent: int | None = None) -> bytes:
 
 
 def decode_digested(data: bytes, *, type: type[Content]) -> Content:
-    """Returns the content of a file's bytes; raises ValueError, which names the problem, if the file is damaged."""
+    """Decodes a file's bytes and returns the content. For damaged bytes, raises ValueError with the problem."""
     try:
         file = msgspec.json.decode(data, type=_Digested)
         found = xxhash.xxh3_128_hexdigest(file.content)
@@ -47,12 +47,12 @@ def decode_digested(data: bytes, *, type: type[Content]) -> Content:
         raise ValueError(str(error)) from error
 
 
-KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still find its file.
+KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still find the version's file.
 LATEST = "latest.json"
 PUSHED = "pushed.json"
-READER = "reader-"  # A read mark is a file with this prefix and the reader's name; it holds the version that is read.
+READER = "reader-"  # A read mark is a file named prefix + reader's name; it contains the version that is being read.
 REMOVAL = ".removal"  # An empty file with a version's name and this suffix marks the version as being removed.
-READS = 5  # Attempts to read a file that looks damaged: network file systems may show half of a file being replaced.
+READS = 5  # Attempts to read a damaged file: network file systems may show half of a file while it is replaced.
 READ_AGAIN_S = 0.1
 
 
@@ -61,7 +61,7 @@ class PublishedUnreadable(RuntimeError):
 
 
 def read_latest(folder: Path) -> WeightManifest | None:
-    """Returns the newest published version, or None before the first.
+    """Returns the manifest of the newest published version; None if no version was published yet.
 
     Raises `PublishedUnreadable` if the file is still damaged after several reads.
     """
@@ -69,16 +69,17 @@ def read_latest(folder: Path) -> WeightManifest | None:
 
 
 def read_pushed(folder: Path) -> int:
-    """Returns the newest version whose push has ended, successfully or not, or -1 before the first.
+    """Returns the newest version with an ended push, successful or not; -1 if no push has ended yet.
 
-    An engine that has not answered an older version's push did not get this version. Raises as `read_latest` does.
+    An engine that has not answered the push of an older version did not get this version. Raises the errors of
+    `read_latest`.
     """
     pushed = read_digested(folder / PUSHED, type=int)
     return -1 if pushed is None else pushed
 
 
 def read_digested(path: Path, *, type: type[Content]) -> Content | None:
-    """Returns the content of a file that `replace_digested` wrote, or None if there is none.
+    """Returns the content of a file that `replace_digested` wrote; None if the file does not exist.
 
     Raises `PublishedUnreadable` if the file is still damaged after several reads.
     """
@@ -98,10 +99,10 @@ def read_digested(path: Path, *, type: type[Content]) -> Content | None:
 
 @contextmanager
 def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
-    """Yields the newest published version and keeps its file from being removed until the block ends.
+    """Yields the manifest of the newest published version and protects its file from removal until the block ends.
 
-    ``reader`` names the reader, which reads one version at a time. A version must have been published before. Raises
-    FileNotFoundError if the file of the newest version is missing.
+    ``reader`` is the unique name of the reader, which may read one version at a time. At least one version must be
+    published. Raises FileNotFoundError if the file of the newest version is missing.
     """
     mark = folder / f"{READER}{reader}"
     latest, missing = None, None
@@ -115,22 +116,22 @@ def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
             elif newest == missing:
                 raise FileNotFoundError(f"weights version {newest.version} is the newest, but {newest.path} is missing")
             else:
-                missing = newest  # Newer versions replaced it before the mark was written.
+                missing = newest  # The version was removed before the mark was written; a newer version exists.
         yield latest
     finally:
         mark.unlink(missing_ok=True)
 
 
 def _stays(file: Path) -> bool:
-    """Returns whether a version's file exists and is not being removed. A reader calls it after it wrote its mark.
+    """Returns whether a version's file exists and is not being removed. A reader calls this after writing its mark.
 
-    The order of the two checks matters: once a removal has ended, the file is gone.
+    The removal is checked before the file: after the end of a removal, its mark and the file are gone.
     """
     return not file.parent.with_suffix(REMOVAL).exists() and file.exists()
 
 
 class VersionFolder:
-    """Writes and removes versions in ``folder``, which is created if it does not exist; one writer at a time."""
+    """Writes and removes versions in ``folder``; creates a missing folder. Only one writer may exist at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -139,19 +140,19 @@ class VersionFolder:
         self._versions = {int(path.name): path for path in there}  # the versions that exist, oldest first
 
     def new(self, version: int) -> Path:
-        """Creates the folder of a new version, which is the newest from now on."""
+        """Creates and returns the folder of a new version, which becomes the newest version."""
         target = self._folder / f"{version:08d}"
-        target.with_suffix(REMOVAL).unlink(missing_ok=True)  # from a trainer that was killed during a removal
+        target.with_suffix(REMOVAL).unlink(missing_ok=True)  # left by a trainer that was killed during a removal
         target.mkdir(exist_ok=True)
         self._versions[version] = target
         return target
 
     def replace(self, name: str, content: object) -> None:
-        """Writes a file of the folder, which appears complete or not at all."""
+        """Writes a file in the folder. The file appears only when it is complete."""
         replace_digested(self._folder / name, content)
 
     def remove_old(self, *, keep: Collection[int]) -> None:
-        """Removes all versions except the newest `KEPT_VERSIONS`, those in ``keep``, and those that are being read."""
+        """Removes old versions. Keeps the newest `KEPT_VERSIONS`, ``keep``, and all versions that are being read."""
         for version in list(self._versions)[:-KEPT_VERSIONS]:
             if version not in keep and self._remove(version):
                 del self._versions[version]
@@ -159,8 +160,9 @@ class VersionFolder:
     def _remove(self, version: int) -> bool:
         """Removes a version, or returns False if it is being read.
 
-        A reader writes its mark, then checks for a removal. This method marks the removal, then reads the marks. So at
-        least one of the two detects the other. The files of a version that is kept never move.
+        A reader first writes its mark, then checks for a removal. This method first marks the removal, then reads the
+        readers' marks. Therefore the reader detects the removal, or this method detects the reader. The files of a kept
+        version are never moved.
         """
         folder = self._versions[version]
         removal = folder.with_suffix(REMOVAL)
@@ -179,7 +181,7 @@ class VersionFolder:
         for mark in self._folder.glob(f"{READER}*"):
             try:
                 found.add(decode_digested(mark.read_bytes(), type=int))
-            except FileNotFoundError:  # Its reader has just ended.
+            except FileNotFoundError:  # The reader has just ended.
                 continue
             except ValueError:  # A half-written mark on a network file system may name any version.
                 return set(self._versions)
@@ -187,7 +189,7 @@ class VersionFolder:
 
 
 def replace_digested(path: Path, content: object) -> None:
-    """Writes a file that carries a digest of its content; it appears complete or not at all."""
-    partial = path.with_name(f".{path.name}.partial")  # Its name does not look like a reader's mark.
+    """Writes a file with a digest of its content. The file appears at ``path`` only when it is complete."""
+    partial = path.with_name(f".{path.name}.partial")  # This name cannot be confused with a read mark.
     partial.write_bytes(encode_digested(content))
     os.replace(partial, path)

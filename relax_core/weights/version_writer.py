@@ -1,4 +1,4 @@
-"""Writes the files of a weight version; the file of the frozen tensors is written once for all versions."""
+"""Writes the files of a weight version. All versions share one file with the frozen tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"
-# With frozen tensors, a version has two files and their index under Hugging Face's names.
+# With frozen tensors, a version has two files and an index, with Hugging Face's file names.
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 FROZEN_FOLDER = "frozen"
 COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer and chat template
 
 
 class VersionWriter:
-    """Writes versions into folders below ``folder``, each of which loads as a Hugging Face model.
+    """Writes versions into folders below ``folder``; each version's folder loads as a Hugging Face model.
 
     ``frozen`` names the tensors that are the same in every version. Their file is written with the first version, and
-    each version has a link to it. Each version also has links to the config and the tokenizer in ``model_folder``.
+    all versions link to this file. Each version also links to the config and the tokenizer in ``model_folder``.
     """
 
     def __init__(self, folder: Path, *, frozen: Collection[str], model_folder: Path | None) -> None:
@@ -51,7 +51,7 @@ class VersionWriter:
             raise OSError(error.errno, text) from error
 
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        from relax_core.weights.version_file import HEADER_ROOM, WeightFile  # Readers of manifests need no torch.
+        from relax_core.weights.version_file import HEADER_ROOM, WeightFile  # imports torch
 
         with ExitStack() as files:
             path = folder / (TRAINED if self._names else WEIGHTS)

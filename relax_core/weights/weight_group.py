@@ -1,9 +1,8 @@
-"""Sends weights in a collective group of the trainer (rank 0) and one engine, apart from torch's default group.
+"""Sends weights in a collective group of the trainer (rank 0) and one engine, separate from torch's default group.
 
-The names in the stores follow ``init_custom_process_group`` in SGLang and its trainers, so that either side can be
-SGLang or such a trainer. torch's TCPStore has no authentication: any client can join as a rank, and read and change
-every key. The ranks of the trainer therefore find each other through a file in a private folder if they are on one
-host, and through a `SignedStore` if they are on several.
+The names in the stores follow SGLang's ``init_custom_process_group``, so a group can contain an SGLang server. torch's
+TCPStore has no authentication: any client can join as a rank, and read and change every key. Therefore the trainer's
+ranks connect through a file in a private folder on one host, and through a `SignedStore` on several hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from relax_core.weights.transports import WeightGroupAddress
 
 
 class WeightGroup:
-    """Sends or receives as one rank of the group; a broadcast past the group's deadline raises RuntimeError."""
+    """Represents one rank of a group. A broadcast that exceeds the group's deadline raises RuntimeError."""
 
     def __init__(self, group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL, *, device: str) -> None:
         self._group = group
@@ -34,7 +33,8 @@ class WeightGroup:
     def join(cls, address: WeightGroupAddress, *, rank: int, listener: socket.socket | None = None) -> WeightGroup:
         """Joins the group and waits for the other ranks.
 
-        Raises RuntimeError after ``timeout_s`` seconds. ``listener`` is rank 0's socket if its port is already bound.
+        ``listener`` is rank 0's listening socket, if it exists already. Raises RuntimeError after ``timeout_s``
+        seconds.
         """
         timeout = timedelta(seconds=address.timeout_s)
         store = open_store(
@@ -57,24 +57,24 @@ class WeightGroup:
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        broadcast = self._group.broadcast  # type: ignore[union-attr]  # torch's stubs lack it
+        broadcast = self._group.broadcast  # type: ignore[union-attr]  # torch's stubs lack this method
         for work in [broadcast([tensor], options) for tensor in tensors]:
             work.wait()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors from rank 0 to `receive` on the other ranks; returns when they may be freed."""
+        """Sends tensors from rank 0 to the other ranks, which call `receive`; returns when the tensors may be freed."""
         self._broadcast([tensor.contiguous().to(self._device) for tensor in tensors])
         if self._device == "cuda":
             import torch
 
-            torch.cuda.synchronize()  # NCCL's wait() only orders the stream.
+            torch.cuda.synchronize()  # NCCL's wait() returns before the transfer ends.
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Fills ``tensors`` with rank 0's tensors, in order."""
         self._broadcast(tensors)
 
     def abort(self) -> None:
-        """Frees NCCL's resources of a broadcast that does not end; a gloo broadcast ends at its own deadline."""
+        """Frees the resources of a hanging NCCL broadcast. A gloo broadcast ends at its deadline without this call."""
         self._group.abort()
 
 
@@ -89,8 +89,8 @@ def open_store(
 ) -> dist.TCPStore:
     """Joins the TCPStore that rank 0 opens at ``host``:``port`` and returns when all ranks have joined.
 
-    A single rank may use port 0. ``listener`` is rank 0's socket if its port is already bound, and the store owns it
-    from then on. On a loopback host the gloo groups of this process also stay on loopback. Raises torch's
+    Port 0 is allowed for a single rank. ``listener`` is rank 0's listening socket, if it exists already; the store then
+    owns it. If ``host`` is a loopback address, this process's gloo groups also use loopback only. Raises torch's
     DistStoreError after ``timeout_s`` seconds, and OSError if rank 0 cannot listen.
     """
     return _tcp_store(
@@ -101,9 +101,9 @@ def open_store(
 def open_rank_store(address: str, *, token: str, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Joins the store of the trainer's ranks and returns when all ranks have joined.
 
-    ``address`` is the path of a new file in a folder of this user alone, or "host:port", at which rank 0 then opens a
-    `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds, and earlier if rank 0
-    closes the store, because it gave up or died.
+    ``address`` is the path of a new file in a private folder, or "host:port". At "host:port", rank 0 opens a
+    `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds, or as soon as rank 0 has
+    given up or died and the store is closed.
     """
     start = time.monotonic()
 
@@ -150,7 +150,7 @@ def _tcp_store(
         keep_gloo_on_loopback()
     descriptor = None
     if rank == 0:
-        # By default the store listens on every interface.
+        # Without a given socket, the store would listen on every interface.
         server = listener or socket.create_server((host, port))
         port, descriptor = server.getsockname()[1], server.detach()
     return dist.TCPStore(
@@ -165,15 +165,15 @@ def _tcp_store(
 
 
 def keep_gloo_on_loopback() -> None:
-    """Makes the gloo groups of this process listen on loopback, unless the user has named an interface."""
-    os.environ.setdefault(GLOO_INTERFACES, "lo")  # By default gloo listens on the host name's address.
+    """Makes the gloo groups of this process listen on loopback only, unless the user has set an interface."""
+    os.environ.setdefault(GLOO_INTERFACES, "lo")  # By default gloo listens on the address of the host's name.
 
 
 class SignedStore(dist.Store):
-    """Signs the values of a store, and hides the names of its keys, with a ``key`` that the ranks share.
+    """Wraps a store: signs its values and hides its key names with a secret ``key`` that the ranks share.
 
-    Names are keyed hashes (HMAC-SHA256), so that other clients cannot name a key. Each value is followed by the keyed
-    hash of its name and itself. Counters have no hash: their values are numbers under hidden names.
+    Each key name is replaced by its keyed hash (HMAC-SHA256), so other clients cannot address a key. A keyed hash of
+    name and value is appended to each value. Counters are plain numbers without a hash; only their names are hidden.
     """
 
     def __init__(self, inner: dist.Store, *, key: bytes) -> None:
@@ -200,10 +200,10 @@ class SignedStore(dist.Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Sets a key."""
         name = self._name(key)
-        self._inner.set(name, self._signed(name, value))  # type: ignore[arg-type]  # bytes are fine
+        self._inner.set(name, self._signed(name, value))  # type: ignore[arg-type]  # bytes are accepted
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key and waits for it. Raises RuntimeError for a value without the ranks' signature."""
+        """Waits for a key and returns its value. Raises RuntimeError for a value without the ranks' signature."""
         name = self._name(key)
         return self._verified(name, self._inner.get(name))
 

@@ -1,4 +1,4 @@
-"""Holds rewards that check whether a response follows instructions that a program can verify.
+"""Contains rewards that check whether a response follows verifiable instructions.
 
-Start reading in `ifeval.py`; instruction_checks.py holds the shared code of both benchmarks.
+Start reading in `ifeval.py`. instruction_checks.py has the shared code of IFEval and IFBench.
 """

@@ -1,10 +1,10 @@
-"""1 if the response follows all instructions of its row, by the checks of IFEval, else 0.
+"""Returns 1 if the response passes IFEval's checks for all instructions of its row, else 0.
 
 Source: instruction_following_eval (google-research), as maintained in the package if-verifiable 0.1.2. The row has the
-columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form is the
-default: the whole response after the thinking is checked without changes.
+columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping per instruction; values that are None are ignored).
+The default is the strict form: the whole response after the thinking is checked without changes.
 
-Departures: an unknown instruction, which the package ignores, and missing data of nltk give no reward.
+Departures: an unknown instruction gives no reward (the package ignores it). Missing data of nltk gives no reward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check(config: IFEvalConfig) -> None:
 
 
 def check_row(row: Mapping[str, Any], config: IFEvalConfig) -> None:
-    """Raises ValueError for a row without instructions, or if ``kwargs`` does not match the instructions."""
+    """Raises ValueError if the row has no instructions, or if ``kwargs`` does not match them."""
     instruction_names(row)
 
 

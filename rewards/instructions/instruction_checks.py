@@ -1,7 +1,7 @@
 """Checks whether a response follows verifiable instructions, with the package if-verifiable.
 
-The package holds the registries of IFEval (Google) and IFBench (Ai2). It downloads data of nltk at import; here this is
-disabled. An instruction whose data is missing gives no reward, and the reason names the data.
+The package contains the registries of IFEval (Google) and IFBench (Ai2). Its download of nltk data at import is
+disabled here. If the data for an instruction is missing, there is no reward, and the reason names the data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THINKING, _THINKING_ENDS = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class InstructionConfig(RewardConfig):
-    """Holds the settings of both rewards.
+    """Holds the settings of the rewards `ifeval` and `ifbench`.
 
     ``loose`` also checks the response without its first or last line and without asterisks. ``partial`` makes the share
     of followed instructions the reward.
@@ -38,10 +38,10 @@ class InstructionConfig(RewardConfig):
 
 
 def instruction_output(given: RewardInput, config: InstructionConfig, benchmark: Benchmark) -> RewardOutput:
-    """Returns 1 if the response follows all instructions of its row, else 0; the part ``share`` is the followed share.
+    """Returns 1 if the response follows all instructions of its row, else 0. The part ``share`` is the followed share.
 
-    Thinking does not count. The reward is None for a row that cannot be read, an unknown instruction, and an
-    instruction whose data is missing.
+    Thinking is not checked. The reward is None if the row cannot be read, an instruction is unknown, or its data is
+    missing.
     """
     try:
         names = instruction_names(given.row)
@@ -65,7 +65,7 @@ def instruction_output(given: RewardInput, config: InstructionConfig, benchmark:
 
 
 def instruction_names(row: Mapping[str, Any]) -> list[str]:
-    """Returns the names of a row's instructions; raises ValueError for a row without any."""
+    """Returns the names of a row's instructions. Raises ValueError if the row has no instructions."""
     names = row.get("instruction_id_list")
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"instruction_id_list={names!r}: the row needs a list of instructions' names.")
@@ -74,7 +74,7 @@ def instruction_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def _values(row: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Returns the arguments of each instruction, without those that are None."""
+    """Returns the arguments of each instruction, without arguments that are None."""
     given = row.get("kwargs")
     if given is None:
         return [{}] * count
@@ -104,7 +104,7 @@ def _is_followed(checker: Any, text: str, *, loose: bool) -> bool:
 
 
 def _variants(text: str) -> list[str]:
-    """Returns a response with and without its first line, its last line and its asterisks."""
+    """Returns the response in variants: with and without its first line, its last line and its asterisks."""
     lines = text.split("\n")
     shorter = ["\n".join(kept_lines).strip() for kept_lines in (lines[1:], lines[:-1], lines[1:-1])]
     return [variant for whole in (text, *shorter) for variant in (whole, whole.replace("*", ""))]
@@ -125,13 +125,16 @@ def _missing_data(error: LookupError) -> str:
 
 
 def check_package(name: str) -> None:
-    """Raises ValueError if the package with the registries is missing; ``name`` is the reward that needs it."""
+    """Raises ValueError if the package with the registries is missing.
+
+    ``name`` is the reward that needs the package.
+    """
     if find_spec("if_verifiable") is None:
         raise ValueError(f"reward={name} needs the package if-verifiable: pip install 'relax-core[rewards]'.")
 
 
 def nltk_folders(config: RewardConfig) -> list[str]:
-    """Returns the folders of the user's files in which nltk looks for its data."""
+    """Returns the user's folders where nltk looks for its data."""
     return [folder for folder in os.environ.get("NLTK_DATA", "").split(os.pathsep) if folder] + ["~/nltk_data"]
 
 
@@ -141,7 +144,7 @@ def _registry(benchmark: Benchmark) -> dict[str, Any]:
         found: dict[str, Any] = import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
     from langdetect import DetectorFactory
 
-    DetectorFactory.seed = 0  # otherwise the detected language of a text may differ between calls
+    DetectorFactory.seed = 0  # without a seed, the detected language of a text may differ between calls
     return found
 
 

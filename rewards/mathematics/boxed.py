@@ -1,11 +1,11 @@
-r"""Finds the part of a response with the answer, and the content of the last ``\boxed{}`` of a text."""
+r"""Finds the part of a response that contains the answer, and the content of the last ``\boxed{}`` in a text."""
 
 from __future__ import annotations
 
 import re
 
 _BRACES = re.compile(r"[{}]")
-_FINAL_ANSWER = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
+_FINAL_ANSWER = "####"  # a GSM8K label is the worked solution, this mark and the final answer
 _NUMBER_WITH_WORDS = re.compile(
     r"(?=.*[^\d.,-])(?:\\?[$€£]\s*)?(-?\d[\d,]*(?:\.\d+)?)(?:\s+(?!pi\b)[A-Za-z]{2,}\.?)*\s*", re.ASCII
 )
@@ -13,20 +13,20 @@ _FRAME = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
 
 def answer_after_thinking(response: str) -> str | None:
-    """Returns the text after the last ``</think>``, or None if a ``<think>`` in it is not closed."""
+    """Returns the text after the last ``</think>``, or None if this text has an unclosed ``<think>``."""
     text = response.rpartition("</think>")[2]
     return None if "<think>" in text else text
 
 
 def framed(text: str) -> str | None:
-    r"""Returns a text with each ``\fbox{}`` as ``\boxed{}``; None if it has neither."""
+    r"""Replaces each ``\fbox{}`` by ``\boxed{}``. Returns None if the text has no box."""
     return _FRAME.sub(r"\\boxed", text) if "box" in text and _FRAME.search(text) else None
 
 
 def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:
-    r"""Returns the content of the last ``\boxed{}`` of a text, None if it has none or never closes it.
+    r"""Returns the content of the last ``\boxed{}`` of a text, or None if the text has no box or does not close it.
 
-    With ``also_without_brace`` a last ``\boxed`` without a brace counts, and the result is None.
+    With ``also_without_brace``, the result is None if the last ``\boxed`` has no brace.
     """
     _, opened, behind = text.rpartition("\\boxed" if also_without_brace else "\\boxed{")
     if not opened:
@@ -44,13 +44,13 @@ def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:
 
 
 def boxed_label(label: str) -> str | None:
-    r"""Returns a reference answer without its ``\boxed{}``, or as it is; None if the result is empty."""
+    r"""Removes ``\boxed{}`` around a reference answer, if any. Returns None if the result is empty."""
     found = last_boxed(label, also_without_brace=True) if "\\boxed" in label else label
     return found or None
 
 
 def named_answers(label: str) -> list[str]:
-    r"""Returns the answers that a label names: its final answer, ``50\%`` for 50%, and 18 for "18 dollars"."""
+    r"""Returns the right answers for a label: its final answer and, for 50%, ``50\%`` or, for "18 dollars", 18."""
     answer = label.rpartition(_FINAL_ANSWER)[2].strip()
     answer = last_boxed(answer) or answer
     answer = answer[1:-1] if len(answer) > 2 and answer[0] == answer[-1] == "$" else answer
@@ -60,5 +60,5 @@ def named_answers(label: str) -> list[str]:
 
 
 def boxed_answers(label: str, *, start: str = "") -> list[str]:
-    r"""Returns the answers that a label names, each in ``\boxed{}`` after ``start``."""
+    r"""Returns the answers of `named_answers`, each in ``\boxed{}`` after ``start``."""
     return [f"{start}\\boxed{{{answer}}}" for answer in named_answers(label)]

@@ -1,18 +1,20 @@
-r"""DAPO's math reward, +1 or -1: compares the last line "Answer: …", in Minerva's normal form, with an integer label.
+r"""Computes DAPO's math reward, +1 or -1: compares the last line "Answer: …" with an integer label.
 
-Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is verl's. Only the last 300
-characters of the response count. The answer is the text from the last "Answer:", in any case, to the end of its line.
-Its normal form removes articles, units, ``$``, ``\text`` and thousands separators, and writes ``\frac12`` with braces;
-of an equation it keeps the text after the last ``=``. The answer is right if its text is the label's integer: 42.0 is
-wrong. With ``strict`` the answer is the last ``\boxed{}`` in the last 100 characters, and its text must be the label's.
+Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is the same as verl's. Only the last
+300 characters of the response are read. The answer is the text from the last "Answer:" (case is ignored) to the end of
+the line, in Minerva's normal form. This form removes articles, units, ``$``, ``\text`` and thousands separators, and
+writes ``\frac12`` with braces. Of an equation it keeps the text after the last ``=``. The answer is right if its text
+is the label's integer: 42.0 is wrong. With ``strict``, the answer is the last ``\boxed{}`` in the last 100 characters,
+and its text must equal the label.
 
-Departures. A label that is no integer gives no reward; the source raises an error or drops the part after the decimal
-point. The check of the data reports its row before the start. An integer is read exactly; the source rounds it to a
-float. Commas are removed only where they separate thousands: "1, 3" is not 13.
+Departures. A label that is not an integer gives no reward, and the data check reports its row before the run starts.
+The source raises an error or drops the part after the decimal point. An integer is read exactly; the source rounds it
+to a float. Commas are removed only where they separate thousands: "1, 3" is not 13.
 
-Further departures apply unless ``public`` is set. Text inside the thinking is no answer, and a ``<think>`` that never
-closes has no answer. The source reads the text after any ``=``, and of a line with ``$`` only the first formula. So it
-accepts "x<=64", "x = 63 or x = 64" and "not $64$" as 64; here the line must name the integer as the only answer.
+Further departures apply unless ``public`` is set. Text inside the thinking is no answer, and a response with an
+unclosed ``<think>`` has no answer. The source reads the text after any ``=``. Of a line with ``$`` it reads only the
+first formula. So it accepts "x<=64", "x = 63 or x = 64" and "not $64$" as 64. Here the line must name the integer as
+the only answer.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ _PATTERNS = (
 
 @dataclass(frozen=True)
 class DapoConfig(RewardConfig):
-    r"""Holds the settings of the reward; ``strict`` compares the text of the last ``\boxed{}``.
+    r"""Holds the settings of the reward. ``strict`` compares the text of the last ``\boxed{}``.
 
-    With ``public`` the thinking and the text after any ``=`` count, too, as in the source.
+    With ``public``, the thinking and the text after any ``=`` are also read, as in the source.
     """
 
     name: str = "dapo"
@@ -70,7 +72,7 @@ class DapoConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
-    """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no integer."""
+    """Returns 1 for the right answer, else -1, or None if the label is no integer. The part ``right`` is 1 or 0."""
     text = given.response if config.public else answer_after_thinking(given.response) or ""
     text, why = text[-_READ:], ""
     if config.strict:
@@ -95,7 +97,7 @@ def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
 
 
 def _not_the_only_answer(line: str, wanted: str) -> str:
-    """Returns the reason why an answer's line does not name the integer alone; empty if it does."""
+    """Returns the reason why the line does not name the integer as the only answer, or "" if it does."""
     line = _SPECIAL_TOKENS.sub("", line)
     if _RELATION.search(line):
         return f"{line[:60]!r} has a relation that is no equality"
@@ -121,7 +123,7 @@ def minerva_form(text: str) -> str:
 
 
 def _label(label: str) -> str:
-    """Returns a label as the text of an integer; raises ValueError if it is no integer."""
+    """Returns a label as the text of an integer. Raises ValueError if the label is no integer."""
     last = label.rpartition("=")[2]
     if len(last) > _READ or not _NUMBER.fullmatch(form := minerva_form(last)):
         raise ValueError(
@@ -138,12 +140,12 @@ def _label(label: str) -> str:
 
 
 def right_answers(label: str, config: DapoConfig) -> list[str]:
-    """Returns the answer of a label in the line "Answer: …", or in a box with ``strict``."""
+    """Returns the right answer for a label: in the line "Answer: …", or with ``strict`` in a box."""
     return boxed_answers(label) if config.strict else [f"Answer: {answer}" for answer in named_answers(label)]
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
-    """Raises ValueError for a label that is no integer; ``strict`` accepts every label."""
+    """Raises ValueError if the label is no integer. ``strict`` accepts every label."""
     if not config.strict:
         _label(str(row["answer"]))
 

@@ -1,12 +1,13 @@
-r"""DeepScaleR's math reward: compares the last ``\boxed{}`` after ``</think>`` by MATH's form or by sympy.
+r"""Computes DeepScaleR's math reward: compares the last ``\boxed{}`` after ``</think>`` by MATH's form or by sympy.
 
-Source: ``get_deepscaler_rule_based_reward`` of slime (slime/rollout/rm_hub/deepscaler.py), which is that of
-agentica-project/deepscaler. Only the text after the last ``</think>`` counts, else the text after ``###Response``; a
-response without either is wrong. The answer must be in the last ``\boxed``. `sympy_equality` defines equality.
+Source: ``get_deepscaler_rule_based_reward`` of slime (slime/rollout/rm_hub/deepscaler.py), from
+agentica-project/deepscaler. Only the text after the last ``</think>`` is read, or without this tag the text after
+``###Response``. A response with neither mark is wrong. The answer must be in the last ``\boxed``. `sympy_equality`
+defines equality.
 
 Departures. A label without an answer gives no reward; the source gives 0. If sympy computes too long or needs too much
-memory, there is no reward. ``\fbox``, which the source names but never reaches, does not count. A second ``<think>``
-that never closes is no solution.
+memory, there is no reward. ``\fbox`` is not a box: the source has code for it that never runs. A response with a
+second, unclosed ``<think>`` has no solution.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DeepScaleRConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
-    """Returns 1 for the right answer, else 0, and None for a label without an answer."""
+    """Returns 1 for the right answer, else 0. Returns None if the label has no answer."""
     wanted = boxed_label(given.answer)
     if wanted is None:
         return RewardOutput(reward=None, reason=_unreadable(given.answer))
@@ -44,7 +45,7 @@ def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
 
 
 def _solution(response: str) -> str | None:
-    """Returns the text that may hold the answer, or None without a solution after the thinking."""
+    """Returns the text with the answer, or None if the response has no text after the thinking."""
     if _THINKING_ENDS in response:
         return answer_after_thinking(response)
     if _RESPONSE in response:

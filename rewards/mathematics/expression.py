@@ -1,8 +1,8 @@
-r"""Parses a mathematical expression from text and builds it from sympy's objects, without evaluating text.
+r"""Parses a mathematical expression from text into sympy objects, without evaluating text as code.
 
-sympy's own parser, ``parse_expr``, translates text into Python and calls ``eval``. Names, attributes, strings and calls
-in an answer or a label then run as code with the rights of the run's user. This module replaces it with a tokenizer and
-a precedence parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`.
+sympy's parser, ``parse_expr``, translates text into Python and calls ``eval``. So an answer or a label could run code
+with the rights of the run's user. This module replaces ``parse_expr`` by a tokenizer and a precedence parser for a
+fixed grammar. Text outside of the grammar raises `ExpressionError`.
 
     sum     = product (("+" | "-") product)*
     product = signed (("*" | "/") signed | power)*         the second form is a product without a sign, as in 2x
@@ -12,13 +12,12 @@ a precedence parser for a fixed grammar. Text outside of the grammar raises `Exp
     atom    = number | constant | function "(" sum ")" | unknown | "(" sum ")"
 
 A number has ASCII digits, at most one point, and an optional exponent (``1.5e-3``). `CONSTANTS` and `FUNCTIONS` list
-the names with a meaning, and the name of a Greek letter is one unknown. Any other name is a sequence of its letters and
-digits, so ``x2y`` is x·2·y with products without a sign. A letter is an unknown. The letters are those of ASCII and
-`MORE_LETTERS`. No text is normalised, so look-alikes of other alphabets, wide digits and Roman numerals are outside of
-the grammar.
+the known names. The name of a Greek letter is one unknown. Any other name is read letter by letter and digit by digit,
+so ``x2y`` is the product x·2·y. A letter is an unknown. Letters are the ASCII letters and `MORE_LETTERS`. Text is not
+normalised, so look-alikes of other alphabets, wide digits and Roman numerals are outside of the grammar.
 
-Every limit below is checked before sympy computes: the length of the text, its tokens, the nesting, the digits of a
-number, and the bits of each intermediate value. ``9**9**9`` costs nothing.
+All limits are checked before sympy computes: length of the text, number of tokens, nesting, digits of a number, and
+bits of each intermediate value. So ``9**9**9`` takes no time.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from typing import Any
 MAX_CHARACTERS = 1000
 MAX_TOKENS = 300
 MAX_NESTED = 40
-MAX_DIGITS = 310  # of one number; a finite float has at most 309 before its point
-MAX_BITS = 4096  # of a numerator, a denominator, or of the exponent of two of a float
-MAX_POWER = 64  # of a sum or a product
+MAX_DIGITS = 310  # limit of digits of one number; a finite float has at most 309 digits before the point
+MAX_BITS = 4096  # limit of bits of a numerator, a denominator, or a float's binary exponent
+MAX_POWER = 64  # largest exponent if the base contains a sum
 MAX_FACTORIAL = 200
 
 MORE_LETTERS = "αβγδεζηθικλμνξοπρςστυφχψωϑϕϖϱϵℓħ"  # Greek, some letters in both LaTeX forms, and LaTeX's ell and hbar
@@ -45,7 +44,7 @@ _TOKEN = re.compile(
     r"|(?P<sign>\*\*|[-+*/^()!])|(?P<space>[ \t\n]+)"
 )
 _PIECES = re.compile(rf"[0-9]+|[{_LETTER}]")
-# A Greek letter's name is one unknown, as in sympy.
+# The name of a Greek letter is one unknown, as in sympy.
 _UNKNOWN_NAMES = frozenset(
     [
         *(
@@ -75,27 +74,27 @@ FUNCTIONS: Mapping[str, str] = {
 
 
 class ExpressionError(ValueError):
-    """The text is outside of the grammar, or above a limit."""
+    """The text is outside of the grammar, or exceeds a limit."""
 
 
 def expression(text: str, *, products_without_sign: bool = False, evaluate: bool = True) -> Any:
     """Returns the sympy expression that a text denotes.
 
-    Arithmetic of numbers is computed, unless ``evaluate`` is False. The rest is not evaluated; ``doit`` of the result
-    evaluates it. With ``products_without_sign``, ``2x`` is a product. Raises `ExpressionError` for text outside of the
-    grammar or above a limit.
+    Arithmetic of numbers is computed, unless ``evaluate`` is False. All other parts stay unevaluated; call ``doit`` on
+    the result to evaluate them. With ``products_without_sign``, ``2x`` is a product. Raises `ExpressionError` if the
+    text is outside of the grammar or exceeds a limit.
     """
     tokens = _tokens(text)
     folded = _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=True)).whole()
     if evaluate:
         return folded
-    # The limits apply to computed numbers, so they were checked above.
+    # The limits apply to computed numbers. They were checked above.
     return _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=False)).whole()
 
 
 @dataclass(frozen=True)
 class _Token:
-    """Holds the text of a number, a name or a sign; the kind "end" follows the last token."""
+    """Holds the text of a number, a name or a sign. A token of the kind "end" follows the last token."""
 
     kind: str
     text: str
@@ -120,7 +119,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _named(name: str) -> list[_Token]:
-    """Returns one token for a name with a meaning, and the letters and digits of any other name."""
+    """Returns one token for a known name, and one token per letter and digit of any other name."""
     if name in FUNCTIONS or name in CONSTANTS or name in _UNKNOWN_NAMES:
         return [_Token("name", name)]
     return [_Token("number" if piece.isdigit() else "name", piece) for piece in _PIECES.findall(name)]
@@ -147,7 +146,7 @@ class _Reader:
         return self._tokens[self._at]
 
     def _takes(self, *signs: str) -> str:
-        """Returns the next token and consumes it if it is one of these signs; else an empty text."""
+        """Consumes and returns the next token if it is one of these signs, else returns ""."""
         token = self._next
         if token.kind != "sign" or token.text not in signs:
             return ""
@@ -232,9 +231,12 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Build:
-    """Builds the parts of an expression. With ``fold`` numbers are computed; the rest is not evaluated.
+    """Builds the parts of an expression.
 
-    Building an unevaluated part is fast. sympy's evaluation is not: the sign of 38 nested logarithms takes minutes.
+    With ``fold``, arithmetic of numbers is computed; other parts stay unevaluated.
+
+    Building an unevaluated part is fast. Evaluation by sympy may be slow: the sign of 38 nested logarithms takes
+    minutes.
     """
 
     fold: bool
@@ -300,7 +302,7 @@ def _constant(name: str) -> Any:
 
 @functools.cache
 def _sympy() -> Any:
-    import sympy  # its import takes a second, and the check of the data does not need it
+    import sympy  # the import takes a second, and the data check does not need it
 
     return sympy
 
@@ -320,7 +322,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _height(value: Any) -> int:
-    """Returns the factor by which the powers inside a value multiply an exponent, at least 1."""
+    """Returns the factor, at least 1, by which powers inside a value multiply an outer exponent."""
     inner = max([1, *map(_height, value.args)])
     if not value.is_Pow or not value.exp.is_Rational:
         return inner
@@ -328,14 +330,14 @@ def _height(value: Any) -> int:
 
 
 def _checked(value: Any) -> Any:
-    """Returns a value whose numbers are within the limits, else raises `ExpressionError`."""
+    """Returns the value if its numbers are within the limits. Otherwise raises `ExpressionError`."""
     if any(_bits(number) > MAX_BITS for number in value.atoms(_sympy().Number)):
         raise ExpressionError(f"a value of more than {MAX_BITS} bits")
     return value
 
 
 def _bits(number: Any) -> int:
-    """Returns the bits of a rational number, or the absolute binary exponent of a float; 0 for infinities."""
+    """Returns the bits of a rational number, or the absolute binary exponent of a float, or 0 for an infinity."""
     if number.is_Rational:
         return int(max(abs(number.p).bit_length(), number.q.bit_length()))
     if number.is_Float:

@@ -1,12 +1,12 @@
-r"""verl's reward for Geometry3k: 0.9 for the right answer and 0.1 for the form.
+r"""Computes verl's reward for Geometry3k: 0.9 for the right answer and 0.1 for the form.
 
 Source: ``compute_score`` of verl (verl/utils/reward_score/geo3k.py) with the package mathruler. The answer is the last
-``\boxed{}``, compared by mathruler's ``grade_answer``; `sympy_equality` has the same rule. The form is right if the
-whole response is ``<think>…</think>…\boxed{…}…``.
+``\boxed{}``. The source compares it by mathruler's ``grade_answer``; `sympy_equality` has the same rule. The form is
+right if the whole response is ``<think>…</think>…\boxed{…}…``.
 
-Departures. A response without a box is wrong; the source then compares the word "None" and so rewards the label "None".
-An empty label gives no reward. If sympy computes too long, there is no reward. A box inside the thinking or after a
-``<think>`` that never closes is no answer; the form is that of the source.
+Departures. A response without a box is wrong; the source compares the word "None" and so rewards it for the label
+"None". An empty label gives no reward. If sympy computes too long, there is no reward. A box inside the thinking or
+after an unclosed ``<think>`` is no answer. The rule for the form is the source's rule.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _EMPTY = "answer='' is empty. Give the answer."
 
 @dataclass(frozen=True)
 class Geo3kConfig(RewardConfig):
-    """Holds the settings of the reward; ``format_score`` is the weight of the form; the answer has the rest."""
+    """Holds the settings of the reward.
+
+    ``format_score`` is the weight of the form, and 1 - ``format_score`` the weight of the answer.
+    """
 
     name: str = "geo3k"
     format_score: float = 0.1
 
 
 def score(given: RewardInput, config: Geo3kConfig) -> RewardOutput:
-    """Returns the weighted sum of the parts ``right`` and ``form``; exact if the answer is right."""
+    """Returns the weighted sum of the parts ``right`` and ``form``. It is exact if the answer is right."""
     if not given.answer:
         return RewardOutput(reward=None, reason=_EMPTY)
     found = last_boxed(answer_after_thinking(given.response) or "")
@@ -64,7 +67,7 @@ def check_row(row: Mapping[str, Any], config: Geo3kConfig) -> None:
 
 
 def check(config: Geo3kConfig) -> None:
-    """Raises ValueError for a share outside of 0 to 1, and if the package that parses LaTeX is missing."""
+    """Raises ValueError if ``format_score`` is outside of [0, 1], or if the package that parses LaTeX is missing."""
     if not 0 <= config.format_score <= 1:
         raise ValueError(f"reward.format_score={config.format_score}: a share, from 0 to 1.")
     check_package(config.name)

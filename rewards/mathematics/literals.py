@@ -1,9 +1,9 @@
-r"""Distinguishes written numbers from expressions that only evaluate to a number.
+r"""Distinguishes written numbers ("84") from expressions that only evaluate to a number ("72 + 12").
 
-A reward that compares values gives "72 + 12" the value 84. A model then learns to answer a sum with the sum: the first
-run of Relax with real weights did so within 45 steps. Therefore a label that is a number, or a list of numbers, is
-matched only by written numbers: digits, a decimal number, a reduced fraction, a mixed number, a power of ten or a
-product with a power of ten. A sign, a unit, a currency and a percent sign are allowed.
+A reward that compares values accepts "72 + 12" for 84. A model then learns to answer a sum by repeating it: the first
+run of Relax with real weights did so within 45 steps. Therefore, if the label is a number or a list of numbers, only
+written numbers are right: digits, a decimal number, a reduced fraction, a mixed number, a power of ten or a product
+with a power of ten. A sign, a unit, a currency and a percent sign are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOISE = re.compile(r"\\(?:left|right|displaystyle|mathrm|mathbf)(?![A-Za-z])|\\
 _MARKUP = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\],;:! ]|(?<!\\)\$|\*\*|~")
 _POWER_OF_UNIT = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 _UNIT = rf"(?:\\(?:text|mathrm|textbf|mbox)\s*\{{[^{{}}]*\}}|[A-Za-z°²³]{{2,}}+|[mgshLNJWVKCF°](?!\w)){_POWER_OF_UNIT}"
-# Possessive quantifiers: a word could be split into units in exponentially many ways.
+# Possessive quantifiers, because a word could be split into units in exponentially many ways.
 _UNITS = re.compile(rf"(?:\s*+(?:{_UNIT}|/(?=\s*{_UNIT})|\^\s*\{{?\s*\\circ\s*\}}?|\\circ|\\degree|\.(?!\d)))*+\s*+")
 _CURRENCY = re.compile(r"(?:\\?\$|[€£¥])\s*")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)")
@@ -33,14 +33,14 @@ _NUMBER = re.compile(
 _BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{", "}"))
 _BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
 _OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
-_NEAR = 60  # characters around a number that show whether it stands alone
-_MAX_CHARACTERS = 2000  # of a literal; a longer text is no literal
+_NEAR = 60  # number of characters around a number that show whether it is the only answer
+_MAX_CHARACTERS = 2000  # limit of a literal; a longer text is no literal
 
 
 def is_literal(text: str) -> bool:
     r"""Returns whether a text, without a box, is a written number or a list of written numbers.
 
-    The last side of a chain of equations counts: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
+    Only the last side of an equation is checked: ``x = 84`` and ``72 + 12 = 84`` are literals, ``84 = 72 + 12`` is not.
     """
     if len(text) > _MAX_CHARACTERS:
         return False
@@ -60,7 +60,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_reduced(parts: Sequence[str | None]) -> bool:
-    """Returns whether the fraction of a match of `_NUMBER` is reduced; True without a fraction."""
+    """Returns whether the fraction in a match of `_NUMBER` is reduced. Returns True without a fraction."""
     numbers = [int(part) for part in parts if part is not None]
     if not numbers:
         return True
@@ -83,15 +83,15 @@ _NOT_ALONE_AFTER = re.compile(
     r"[$\\)%]*\s*(?:[,;]|\bor\b|\band\b|\bto\b)?\s*[$\\(]*-?(?:\d|\\(?:[dt]?frac|sqrt)(?![a-z]))"
 )
 _NEXT_NUMBER = re.compile(r"(?:[,;]\s|\band\b)[^A-Za-z]{0,8}\d")
-_WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number after this is part of a longer number
+_WITHIN_BEFORE = re.compile(r"\d\.?$")  # a number after such a text is part of a longer number
 _WITHIN_AFTER = re.compile(r"\.?\d")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 
 
 def stands_alone(found: str, text: str) -> bool:
-    """Returns whether a number occurs in a text as the only answer.
+    """Returns whether ``found``, a number, is the only answer in ``text``.
 
-    That is at least once outside of any list or range of numbers, alternative, inequality and denial.
+    True if the number occurs at least once outside of lists, ranges, alternatives, inequalities and denials.
     """
     if found not in text:
         text, found = _THOUSANDS.sub("", text), _THOUSANDS.sub("", found)
@@ -109,14 +109,15 @@ def stands_alone(found: str, text: str) -> bool:
 
 
 def is_longer_list(found: str, label: str) -> bool:
-    """Returns whether an answer lists several numbers for a label that is a single number."""
+    """Returns whether the answer lists several numbers although the label is a single number."""
     return _is_number(_MARKUP.sub(" ", label)) and _NEXT_NUMBER.search(found) is not None
 
 
 def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:
-    """Returns the reason why an answer with the label's value does not count; empty if it counts.
+    """Returns the reason why an answer with the label's value is not accepted, or "" if it is accepted.
 
-    ``found`` is the answer as written in the response, and ``row`` the data row, whose prompt may contain it.
+    ``found`` is the answer as written in the response. ``row`` is the data row: an expression that the prompt contains
+    is not accepted.
     """
     if _squeezed(found) == _squeezed(label):
         return ""
@@ -128,7 +129,7 @@ def not_written_out(found: str, label: str, row: Mapping[str, Any]) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """Returns the text of a data row's prompt, which is a text or a list of messages."""
+    """Returns the text of a data row's prompt. The prompt is a text or a list of messages."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence):

@@ -1,4 +1,4 @@
-"""Compares numbers by their logarithms: detects relative differences without computing huge values."""
+"""Compares numbers by their logarithms, to detect relative differences without computing huge values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 _DIGITS = 60
-_HUGE = 1e5  # of a natural logarithm; larger values are never computed
-_TOLERANCE, _FLOAT_TOLERANCE = 1e-20, 2e-3  # relative; math-verify rounds a decimal number to six decimals
+_HUGE = 1e5  # bound of a natural logarithm; larger values are never computed
+_TOLERANCE, _FLOAT_TOLERANCE = 1e-20, 2e-3  # relative tolerances; math-verify rounds a decimal number to six decimals
 
 
 def same_size(wanted: Any, found: Any) -> bool | None:
-    """Returns False if two expressions of sympy differ relatively, True if they are equal and too large to compute.
+    """Returns False if two sympy expressions differ relatively, True if they are equal and too large to compute.
 
-    Returns None if another comparison has to decide: for unknowns, functions and equal values of usual size.
+    Returns None if another comparison must decide: for unknowns, functions, and values of usual size that look equal.
     """
     import mpmath  # type: ignore[import-untyped]
     import sympy
@@ -27,7 +27,7 @@ def same_size(wanted: Any, found: Any) -> bool | None:
             return None
         exact = not (wanted.has(sympy.Float) or found.has(sympy.Float))
         tolerance = _TOLERANCE if exact else _FLOAT_TOLERANCE
-        differ = logs[0] != logs[1] and abs(logs[0] - logs[1]) > tolerance  # both may be the logarithm of 0
+        differ = logs[0] != logs[1] and abs(logs[0] - logs[1]) > tolerance  # both values may be the logarithm of 0
         huge = max(map(abs, logs)) > _HUGE and not any(map(mpmath.isinf, logs))
     if differ:
         return False
@@ -35,7 +35,7 @@ def same_size(wanted: Any, found: Any) -> bool | None:
 
 
 def _same_elements(wanted: Any, found: Any) -> bool | None:
-    """Returns False if the elements, ordered by size, differ relatively; else None."""
+    """Orders the elements by size. Returns False if they differ relatively, else None."""
     import mpmath
 
     with mpmath.workdps(_DIGITS):
@@ -47,7 +47,7 @@ def _same_elements(wanted: Any, found: Any) -> bool | None:
 
 
 def _log_size(value: Any) -> Any:
-    """Returns the natural logarithm of a value's size, a number of mpmath; None if it is unknown."""
+    """Returns the natural logarithm of a value's size as an mpmath number, or None if unknown."""
     import mpmath
     import sympy
 
@@ -79,7 +79,7 @@ def _log_size(value: Any) -> Any:
 
 
 def _computed(value: Any) -> Any:
-    """Returns the value of a real number of limited size, a number of mpmath; None for any other value."""
+    """Returns the value of a real number of limited size as an mpmath number, or None for any other value."""
     import mpmath
 
     log = _log_size(value)
@@ -87,7 +87,7 @@ def _computed(value: Any) -> Any:
         return None
     if log == mpmath.ninf:
         return mpmath.mpf(0)
-    if log > math.log(10) * _DIGITS / 2:  # the logarithm of the result would have too few exact digits
+    if log > math.log(10) * _DIGITS / 2:  # the logarithm of the result would have too few correct digits
         return None
     if value.is_Integer:
         return mpmath.mpf(value.p)
@@ -95,7 +95,7 @@ def _computed(value: Any) -> Any:
 
 
 def _sign(value: Any) -> int | None:
-    """Returns the sign of a number in a form that `_log_size` supports, 1 for 0; None if it is unknown."""
+    """Returns the sign of an expression that `_log_size` supports, or None if unknown. The sign of 0 is 1."""
     if value.is_Rational or value.is_Float:
         return -1 if value < 0 else 1
     if value.is_Mul:

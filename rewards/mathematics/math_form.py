@@ -1,6 +1,6 @@
-r"""The normal form of answers of the MATH data set: one notation for fractions, roots, degrees and units.
+r"""Computes the normal form of MATH answers: one notation for fractions, roots, degrees and units.
 
-The form is that of Hendrycks' ``math_equivalence``, which prm800k, DeepScaleR, verl and others also use.
+Source: Hendrycks' ``math_equivalence``, which prm800k, DeepScaleR, verl and other projects also use.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNIT = "\\text{ "  # a text that begins with a space is a unit
 
 
 class _Unreadable(Exception):
-    """The text has no normal form; it is then compared as it is."""
+    """The text has no normal form. It is then compared unchanged."""
 
 
 def math_form(answer: str, *, percent_signs: bool = False) -> str:
-    r"""Returns an answer's normal form, or the answer itself if it has none.
+    r"""Returns the normal form of an answer, or the unchanged answer if it has no normal form.
 
-    ``\%`` is always removed, and ``%`` with ``percent_signs``.
+    ``\%`` is always removed, and ``%`` only with ``percent_signs``.
     """
     answer = answer.strip()
     if (whole := re.search(r"^\\text\{(.+?)\}$", answer)) is not None:
@@ -62,7 +62,7 @@ def _normal(text: str, *, percent_signs: bool) -> str:
 
 
 def _roots(text: str) -> str:
-    r"""Returns a text with ``\sqrt{3}`` for ``\sqrt3``."""
+    r"""Replaces ``\sqrt3`` by ``\sqrt{3}``."""
     first, *rest = text.split("\\sqrt")
     if "" in rest:
         raise _Unreadable
@@ -70,7 +70,7 @@ def _roots(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""Returns a text with ``\frac{1}{2}`` for ``\frac12`` and ``\frac1{2}``; as it is if a part is missing."""
+    r"""Replaces ``\frac12`` and ``\frac1{2}`` by ``\frac{1}{2}``. Returns the text unchanged if a part is missing."""
     first, *rest = text.split("\\frac")
     parts = [first]
     for piece in rest:
@@ -87,7 +87,7 @@ def _fractions(text: str) -> str:
 
 
 def _slash(text: str) -> str:
-    r"""Returns ``\frac{1}{2}`` for ``1/2``, and any other text as it is."""
+    r"""Replaces ``1/2`` by ``\frac{1}{2}``. Returns any other text unchanged."""
     above, sign, below = text.partition("/")
     if not sign or not _is_written_int(above) or not _is_written_int(below):
         return text

@@ -1,15 +1,15 @@
-"""Prevents code execution from text while answers are compared: sympy and its dependents evaluate text in many places.
+"""Prevents that text in answers is executed as code. sympy and libraries that use it evaluate text in many places.
 
-Within a function that `evaluates_no_text` decorates, in its thread:
+Inside a function decorated with `evaluates_no_text`, in its thread:
 
-- the grammar of `expression` replaces sympy's ``parse_expr``, which ``sympify`` and ``Number`` use for every string;
-- sympy's ``lambdify``, which writes the names of unknowns into source code, computes a polynomial without source code;
+- the grammar of `expression` replaces sympy's ``parse_expr``, which ``sympify`` and ``Number`` call for every string;
+- a replacement for sympy's ``lambdify`` computes polynomials directly; sympy's version generates source code;
 - an audit hook of the interpreter raises `EvaluationRefused` for every other compilation and execution of code, for
-  unpickling and for new processes. Imports are exempt, and a generator in sympy whose code contains no answer's text.
+  unpickling and for new processes. It allows imports, and a code generator of sympy that uses no text of an answer.
 
-The first two keep the libraries usable. The third covers unknown paths: CPython reports ``eval``, ``exec`` and
-``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. It is no sandbox for code
-that runs already; it blocks the step from text to code. Outside of such a function nothing changes.
+The first two points keep the libraries usable. The third point covers unknown paths: CPython reports ``eval``, ``exec``
+and ``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. The hook is no sandbox
+for running code; it only prevents that text becomes code. Outside of decorated functions nothing changes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _REFUSED = frozenset(
         *("os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen", "ctypes.dlsym"),
     ]
 )
-_IMPORT = "<frozen importlib."  # the start of the file names of the import system's code
-_scope = threading.local()  # frame: that of the outermost decorated function of this thread, else None
+_IMPORT = "<frozen importlib."  # file names of the import system's code begin with this text
+_scope = threading.local()  # frame of the outermost decorated function in this thread, else None
 
 
 class EvaluationRefused(RuntimeError):
-    """A library was about to turn text into code, or to start a process, while it compared answers."""
+    """A library tried to turn text into code, or to start a process, while it compared answers."""
 
 
 def evaluates_no_text(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function with a guard: neither it nor any library that it calls can turn text into code."""
+    """Decorates a function: while it runs, the function and all libraries that it calls cannot turn text into code."""
 
     @functools.wraps(function)
     def guarded(*arguments: P.args, **options: P.kwargs) -> T:
@@ -64,11 +64,11 @@ def _frame() -> FrameType | None:
 
 @functools.cache
 def _install() -> None:
-    """Installs the hook and the replacements, once for the process."""
+    """Installs the hook and the replacements, once per process."""
     import sympy.parsing.sympy_parser as parser
     from sympy.polys.monomials import MonomialOps
 
-    lambdify_module = sys.modules["sympy.utilities.lambdify"]  # the package has the function by the same name
+    lambdify_module = sys.modules["sympy.utilities.lambdify"]  # the package also exports a function with this name
     exempt = MonomialOps._build.__code__
     _replace(parser.parse_expr, _parse_expr(parser.parse_expr))
     _replace(lambdify_module.lambdify, _lambdify(lambdify_module.lambdify))
@@ -81,7 +81,7 @@ def _install() -> None:
 
 
 def _imports() -> bool:
-    """Returns whether an import within the decorated function called the running code."""
+    """Returns whether the running code was called by an import inside the decorated function."""
     outermost, frame = _frame(), sys._getframe(1)
     while frame is not None and frame is not outermost:
         if frame.f_code.co_filename.startswith(_IMPORT):
@@ -91,7 +91,7 @@ def _imports() -> bool:
 
 
 def _replace(original: object, replacement: object) -> None:
-    """Binds all names of ``original`` in the libraries' modules to its replacement."""
+    """Binds all names of ``original`` in the libraries' modules to ``replacement``."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _LIBRARIES:
             for key in [key for key, value in vars(module).items() if value is original]:
@@ -124,10 +124,10 @@ def _lambdify(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
-    """Returns a polynomial as a function of numbers; raises NotImplementedError for anything else.
+    """Returns a polynomial as a function of numbers. Raises NotImplementedError for any other expression.
 
-    sympy calls ``lambdify`` with the ratio of a series' terms, which it evaluates at integers, and with a polynomial
-    whose root it refines with mpmath's numbers.
+    sympy calls ``lambdify`` in two cases. For a series, it evaluates the ratio of terms at integers. For a root of a
+    polynomial, it evaluates the polynomial at mpmath numbers to refine the root.
     """
     import mpmath  # type: ignore[import-untyped]
     import sympy

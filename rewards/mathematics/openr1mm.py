@@ -1,19 +1,20 @@
-r"""Open-R1-Multimodal's reward: compares answers by math-verify, else by the text in the answer tags.
+r"""Computes Open-R1-Multimodal's reward: compares answers by math-verify, else by the text in the answer tags.
 
-Source: ``get_openr1mm_rule_based_reward`` of redai-studio/Relax (relax/engine/rewards/openr1mm.py at 6639fb3), which is
-that of EvolvingLMMs-Lab/open-r1-multimodal. A response with several ``</think>``, ``<answer>`` or ``</answer>`` is
-wrong. It is right if math-verify finds the whole response equal to the whole label, or if the texts in the answer tags
-are equal; a side without tags counts as a whole. Older versions do not match tags with a line break inside.
+Source: ``get_openr1mm_rule_based_reward`` of redai-studio/Relax (relax/engine/rewards/openr1mm.py at 6639fb3), from
+EvolvingLMMs-Lab/open-r1-multimodal. A response with several ``</think>``, ``<answer>`` or ``</answer>`` is wrong.
+Otherwise it is right if math-verify finds the whole response equal to the whole label, or if the texts in the answer
+tags are equal. Without tags, the whole text is compared. Older versions of the source do not match tags with a line
+break inside.
 
-Departures. An empty label gives no reward, and neither does a computation of math-verify that takes too long.
+Departures. An empty label gives no reward. If math-verify computes too long, there is no reward.
 
-Further departures apply unless ``evaluate`` is set. Only the text after the last ``</think>`` counts; a ``<think>``
-that never closes has no answer. If a response has answer tags, their text counts; if that text has boxes, the last box
-counts, whose text may equal the label's. A number counts if it is the only answer there: in no list, range,
-alternative, inequality or denial. A label with several elements, such as "1, 3", is compared as a list, and a label
-with LaTeX, such as ``2\sqrt{7}``, as a formula; without ``$`` math-verify reads only a single number of either.
-``28\%`` and ``28%`` are the same text. For a label that is a number, a response that only evaluates to it is wrong, and
-so is the hundredth of a percentage (`rewards.math`).
+Further departures apply unless ``evaluate`` is set. Only the text after the last ``</think>`` is read, and a response
+with an unclosed ``<think>`` has no answer. If a response has answer tags, only the text in the tags is read. If this
+text has boxes, only the last box is read; its text may also equal the label's text. A number must be the only answer:
+it must not be in a list, range, alternative, inequality or denial. A label with several elements, such as "1, 3", is
+compared as a list, and a label with LaTeX, such as ``2\sqrt{7}``, as a formula. Without ``$``, math-verify would read
+only a single number of such a label. ``28\%`` and ``28%`` are the same text. If the label is a number, a response that
+only evaluates to this number is wrong. The hundredth of a percentage is also wrong (`rewards.math`).
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _EMPTY = "answer='' is empty. Give the answer."
 
 @dataclass(frozen=True)
 class OpenR1MMConfig(RewardConfig):
-    """Holds the settings of the reward; with ``evaluate`` the rule is exactly that of the source."""
+    """Holds the settings of the reward. With ``evaluate``, the rule is exactly the source's rule."""
 
     name: str = "openr1mm"
     evaluate: bool = False
 
 
 def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
-    """Returns 1 for the right answer, else 0, and None for an empty label."""
+    """Returns 1 for the right answer, else 0. Returns None for an empty label."""
     wanted = _tagged(given.answer)
     if not wanted:
         return RewardOutput(reward=None, reason=_EMPTY)
@@ -69,7 +70,7 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
 def _is_only_answer(text: str, label: str, row: Mapping[str, Any]) -> tuple[bool, str]:
     """Returns whether the text after the thinking names the label as its only answer.
 
-    If it does not although math-verify finds them equal, the second value is the reason.
+    If math-verify finds them equal but the result is False, the second value is the reason.
     """
     tags, wanted = _ANSWER.search(text), _tagged(label)
     counted, inner = (tags[0], tags[1].strip()) if tags else (text, text.strip())
@@ -98,10 +99,10 @@ def _formula(text: str) -> str:
 
 @evaluates_no_text
 def _verified(response: str, label: str, *, evaluate: bool) -> tuple[bool, str]:
-    """Returns whether math-verify finds a response equal to the label, and the part of the response that it parsed."""
+    """Returns whether math-verify finds the response equal to the label, and the parsed part of the response."""
     from math_verify import parse, verify
 
-    # Like the source, raise_on_error=False ignores text that math-verify cannot parse.
+    # As in the source, raise_on_error=False ignores text that math-verify cannot parse.
     found = parse(response, parsing_timeout=None, raise_on_error=False)
     wanted = parse(label, parsing_timeout=None, raise_on_error=False)
     exact = bool(verify(wanted, found, timeout_seconds=None, raise_on_error=False))

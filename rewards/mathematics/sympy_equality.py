@@ -1,15 +1,15 @@
-r"""Compares two mathematical answers: by their normal forms, else by simplifying their difference to 0 with sympy.
+r"""Compares two mathematical answers: by their normal forms, else by whether sympy simplifies their difference to 0.
 
-The comparison is that of prm800k's grader, which DeepScaleR, slime and MathRuler also use. It is strict on purpose: a
-fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward
-that uses this module is isolated.
+Source: prm800k's grader, which DeepScaleR, slime and MathRuler also use. It is strict on purpose: an unreduced fraction
+is wrong, and so is a decimal number for an integer. sympy may compute without end, so a reward that uses this module
+must be isolated.
 
-Departure: the degree of a root counts; the source reads ``\sqrt[3]{4}`` as ``\sqrt{4}``.
+Departure: the degree of a root is compared. The source reads ``\sqrt[3]{4}`` as ``\sqrt{4}``.
 
-Nothing is evaluated as Python: `expression` replaces the source's ``parse_expr``, and `no_evaluation` blocks other
-evaluation. Text outside of the grammar is no expression, so only its normal form is compared. Expressions of the source
-that the grammar excludes: brackets, commas, ``!!``, numbers above its limits such as ``9**9**9``, and letters and
-digits other than ASCII and the small Greek letters.
+No text is evaluated as Python: `expression` replaces the source's ``parse_expr``, and `no_evaluation` blocks any other
+evaluation. Text outside of the grammar of `expression` is compared only by its normal form. The source accepts some
+expressions that the grammar excludes: brackets, commas, ``!!``, numbers above the limits such as ``9**9**9``, and
+letters and digits other than ASCII and small Greek letters.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _GLYPHS = (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "
 _THOUSANDS = re.compile(r"([0-9]),([0-9]{3})($|[^0-9])")
 _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 _NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
-_MAX_LETTERS = 2  # an expression with more unknown letters is text
+_MAX_LETTERS = 2  # an expression with more unknowns is treated as text
 _BRACKETS = "()[]"
 _NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-_ROOT = re.compile(rf"\\sqrt *\[ *([0-9A-Za-z]+) *\] *({_NESTED}|[^\s{{])")  # LatexNodes2Text leaves out the degree
+_ROOT = re.compile(rf"\\sqrt *\[ *([0-9A-Za-z]+) *\] *({_NESTED}|[^\s{{])")  # LatexNodes2Text drops the degree
 _OTHER_ROOT = re.compile(r"\\sqrt *\[")
 _TOLERANCE = 1e-7
 _WITHOUT_LETTERS = str.maketrans("", "", MORE_LETTERS)
 
 
 def check_package(name: str) -> None:
-    """Raises ValueError if the package that parses LaTeX is missing; ``name`` is the reward that needs it."""
+    """Raises ValueError if the package that parses LaTeX is missing. ``name`` is the reward that needs the package."""
     if find_spec("pylatexenc") is None:
         raise ValueError(f"reward={name} needs the package pylatexenc: pip install 'relax-core[rewards]'.")
 
@@ -66,7 +66,7 @@ def is_equal(found: str, wanted: str, *, percent_signs: bool = False) -> bool:
         return False
     founds, wanteds = _elements(found), _elements(wanted)
     if len(wanteds) > 1 and (found[0] != wanted[0] or found[-1] != wanted[-1]):
-        return False  # another kind of interval
+        return False  # different kinds of intervals
     return len(founds) == len(wanteds) and all(map(_is_element_equal, founds, wanteds))
 
 
@@ -79,7 +79,7 @@ def _is_element_equal(found: str, wanted: str) -> bool:
 
 
 def normal_form(text: str) -> str:
-    """Returns an answer in lower case without units, words and LaTeX; integers are written as in Python."""
+    """Returns an answer in lower case without units, words and LaTeX. Integers are written as in Python."""
     if (whole := re.search(r"^\\text\{(.+?)\}$", text)) is not None:
         text = whole[1]
     text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
@@ -103,7 +103,7 @@ def normal_form(text: str) -> str:
 
 
 def _without_latex(text: str) -> str:
-    """Returns LaTeX as plain text, or the text as it is if it is no LaTeX."""
+    """Converts LaTeX to plain text. Returns any other text unchanged."""
     from pylatexenc.latex2text import LatexNodes2Text
 
     written = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
@@ -112,7 +112,7 @@ def _without_latex(text: str) -> str:
         plain: str = LatexNodes2Text().latex_to_text(written)
     except MemoryError:
         raise
-    except Exception:  # the library raises errors of many types for text that is no LaTeX
+    except Exception:  # the library raises errors of many types for text that is not LaTeX
         return text
     for old, new in _GLYPHS:
         plain = plain.replace(old, new)
@@ -127,7 +127,7 @@ def _root(found: re.Match[str]) -> str:
 
 def _as_float(text: str) -> float | None:
     try:
-        return float(text) if text.isascii() else None  # float accepts the digits of every alphabet
+        return float(text) if text.isascii() else None  # float() accepts digits of every alphabet
     except ValueError:
         return None
 
@@ -149,7 +149,7 @@ def _is_int_text(text: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Returns the elements of a tuple or an interval; any other text is the only element."""
+    """Returns the elements of a tuple or an interval. Any other text is returned as the only element."""
     text = _without_thousands(text)
     inner = text[1:-1]
     if (

@@ -1,4 +1,4 @@
-"""Holds rewards that compare words: choices, short answers, answers about pictures.
+"""Contains rewards that compare words: choices, short answers, answers about pictures.
 
 Start reading in `multiple_choice.py`.
 """

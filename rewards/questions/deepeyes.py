@@ -1,15 +1,15 @@
-"""DeepEyes' sum of answer, form and use of a tool: 0.8 × right + 0.2 × form + 1.2 × right with a tool.
+"""Computes DeepEyes' reward: 0.8 × right + 0.2 × form + 1.2 × right answer with a tool.
 
 Source: ``compute_score`` of redai-infra/Relax (examples/deepeyes/reward_deepeyes.py) after Visual-Agent/DeepEyes. The
 form is -1 if the think tags, the answer tags (after the last ``</think>``) or the tags of tool responses do not match,
-if there is no answer in the tags, or if it has 300 characters or more; else 0. A response with a wrong form is never
-right. A response that does not begin with ``<think>`` counts as if it did. A tool was used if the conversation has a
-tool response.
+if the answer tags are empty, or if the answer has 300 characters or more. Otherwise the form is 0. A response with the
+form -1 is never right. A missing ``<think>`` at the beginning of a response is no error. A tool was used if the
+conversation has a tool response.
 
 Departures. The source asks a judge whether the answer is right. This rule compares the words of answer and label, in
-lower case and without punctuation and articles; a judge is a separate reward. In an episode of several turns the
-responses are checked as one text, and observations of tools count as tool responses. An empty label gives no reward.
-Numbers must have the label's signs and decimal points. Several answer tags with different texts are a wrong form.
+lower case, without punctuation and articles. A judge is a separate reward (`genrm`). In a multi-turn episode the
+responses are checked as one text, and a tool's observation is a tool response. An empty label gives no reward. Numbers
+must have the label's signs and decimal points. Several answer tags with different texts have the form -1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeepEyesConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
-    """Returns the weighted sum of the parts ``right``, ``form`` and ``tool``; None for an empty label."""
+    """Returns the weighted sum of the parts ``right``, ``form`` and ``tool``, or None for an empty label."""
     wanted = squad_form(given.answer)
     if not wanted:
         return RewardOutput(reward=None, reason=_unreadable(given.answer))
@@ -57,7 +57,7 @@ def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
 
 
 def form_error(text: str, behind: str, found: str | None) -> str:
-    """Returns the error in the form of a response; empty if the form is right."""
+    """Returns the error in the form of a response, or "" if the form is right."""
     if text.count("<think>") != text.count("</think>"):
         return "the think tags do not match"
     if text.count(_TOOL) != text.count(_TOOL_ENDS):

@@ -1,25 +1,26 @@
-"""The F1 score of SQuAD: the overlap of words between response and reference.
+"""Computes the F1 score of SQuAD: the overlap of words between response and reference.
 
 Source: ``f1_score`` of slime (slime/rollout/rm_hub/f1.py), which is SQuAD's evaluation with HotpotQA's rule for yes and
-no. Both texts are compared in lower case, without punctuation and without the articles a, an, the, as bags of words.
-"yes", "no" and "noanswer" must be equal as a whole.
+no. The texts are compared as bags of words, in lower case, without punctuation and without the articles a, an, the. If
+response or reference is "yes", "no" or "noanswer", the texts must be equal.
 
-Departures. ``references`` names a column with a list of right answers; the best score counts, as in SQuAD's own script.
-A label of only articles and punctuation gives no reward, because no response could score.
+Departures. ``references`` names a column with a list of right answers. The best score over the list is used, as in
+SQuAD's script. A label of only articles and punctuation gives no reward, because every response would score 0.
 
 Further departures apply unless ``public`` is set, because SQuAD's score rewards a list of guesses more than one guess.
-Only the text after the last ``</think>`` counts, and none if a ``<think>`` never closes. If this text has answer tags
-or a box, their content is the response. A response has no score
+Only the text after the last ``</think>`` is read, and a response with an unclosed ``<think>`` has no text. If this text
+has answer tags or a box, only their content is the response. The score is 0 in these cases:
 
-- if more than half of its words are not in the reference. At most one of several alternatives can have more than half
-  of the words, so a list gains no more than its longest item alone. At exactly half the score is at most 0.5, which is
-  the chance of a guess between two. Words up to "the answer is" or "answer:" do not count here.
-- if it has different answers in tags or in boxes;
-- if it has "or", "not", "<=" or the like, and the reference does not;
-- if the reference has numbers and the response has another number. If the reference is a number, the response must have
-  that number, with its sign and its decimal point, outside of any range, inequality or denial; other words are allowed.
+- More than half of the response's words are not in the reference. Only one of several alternatives can have more than
+  half of the words, so a list gains no more than its longest item alone. If exactly half of the words are in the
+  reference, the score is at most 0.5, the chance of a guess between two answers. Words up to "the answer is" or
+  "answer:" are not counted.
+- The response has different answers in tags or in boxes.
+- The response has "or", "not", "<=" or a similar mark that the reference does not have.
+- The reference has numbers, and the response has another number. If the reference is a number, the response must have
+  this number with its sign and decimal point, outside of any range, inequality or denial. Other words are allowed.
 
-Other scores are those of SQuAD.
+In all other cases the score is SQuAD's score.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _RELATION = re.compile(r"[≤≥≠≈]|[<>!]=|\s[<>]\s|\\(?:leq?|geq?|neq?|lt|g
 _NUMBER = re.compile(r"(?:(?<![\w.,)\]])[-−–]\s?)?\d[\d,]*(?:\.\d+)?", re.ASCII)
 _NUMBER_ALONE = re.compile(r"[$€£(]*[-−–]?[$€£]?\s?\d[\d,]*(?:\.\d+)?[\s%.$)]*", re.ASCII)
 _ALTERNATIVES = frozenset(
-    word.replace("'", "")  # as in the result of squad_form
+    word.replace("'", "")  # in the notation of squad_form
     for word in (
         *("or", "nor", "either", "neither", "not", "never", "cannot"),
         *("isn't", "aren't", "wasn't", "weren't", "don't", "doesn't"),
@@ -54,9 +55,9 @@ _ALTERNATIVES = frozenset(
 
 @dataclass(frozen=True)
 class F1Config(RewardConfig):
-    """Holds the settings of the reward; ``references`` is a column with a list of right answers, null for none.
+    """Holds the settings of the reward. ``references`` is a column with a list of right answers, or null.
 
-    With ``public`` the score is SQuAD's for every response, including lists of guesses.
+    With ``public``, every response has SQuAD's score, also a list of guesses.
     """
 
     name: str = "f1"
@@ -65,7 +66,10 @@ class F1Config(RewardConfig):
 
 
 def score(given: RewardInput, config: F1Config) -> RewardOutput:
-    """Returns the best F1 score over the references, exact if it is 1; None if no reference has a word."""
+    """Returns the best F1 score over the references, or None if no reference has a word.
+
+    It is exact if the score is 1.
+    """
     try:
         wanted = _references(given.row, given.answer, config)
     except ValueError as error:
@@ -93,7 +97,7 @@ def squad_form(text: str) -> str:
 
 
 def _response(text: str) -> str:
-    """Returns the part of a response to compare; empty if it has none, or several different answers."""
+    """Returns the part of a response to compare. Empty if the response has no answer or several different answers."""
     text = answer_after_thinking(text) or ""
     if tagged := set(tagged_texts(text)):
         return tagged.pop() if len(tagged) == 1 else ""
@@ -105,7 +109,7 @@ def _response(text: str) -> str:
 
 
 def _not_one_answer(text: str, found: str, reference: str) -> str:
-    """Returns the reason for no score of a response that shares words with the reference; empty if it has a score.
+    """Returns the reason why a response gets the score 0, or "" if it is scored.
 
     ``found`` is the normal form of the response ``text``.
     """
@@ -122,7 +126,7 @@ def _not_one_answer(text: str, found: str, reference: str) -> str:
 
 
 def _fair(value: float, found: str, reference: str) -> float:
-    """Returns the score after the limit on words that are not in the reference (see the module's docstring)."""
+    """Limits the score of a response with words that are not in the reference (see the module's docstring)."""
     if not value or _is_number(reference):
         return value
     of_reference = squad_form(reference).split()
@@ -144,7 +148,10 @@ def _numbers(text: str) -> list[str]:
 
 
 def same_numbers(text: str, reference: str) -> bool:
-    """Returns whether two texts have the same numbers with signs and decimal points, which squad_form removes."""
+    """Returns whether two texts have the same numbers with the same signs and decimal points.
+
+    squad_form removes these.
+    """
     return _numbers(text) == _numbers(reference)
 
 
@@ -160,7 +167,7 @@ def _f1(found: str, wanted: str) -> float:
 
 
 def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequence[str]:
-    """Returns the right answers; raises ValueError if none has a word besides articles."""
+    """Returns the right answers. Raises ValueError if all consist only of articles and punctuation."""
     given: Any = [label] if config.references is None else row.get(config.references)
     if not isinstance(given, list | tuple):
         raise ValueError(f"{config.references}={given!r} is not a list of answers, as reward.references requires.")
@@ -170,7 +177,7 @@ def _references(row: Mapping[str, Any], label: str, config: F1Config) -> Sequenc
 
 
 def check_row(row: Mapping[str, Any], config: F1Config) -> None:
-    """Raises ValueError for a label without words, and for a column of references that is no list."""
+    """Raises ValueError for a label without words, or if the column of references is not a list."""
     _references(row, str(row["answer"]), config)
 
 

@@ -1,19 +1,20 @@
-"""Multiple choice by letter, by the rule of GPQA in slime.
+"""Scores multiple choice by letter, with slime's rule for GPQA.
 
-Source: ``compute_gpqa_reward`` of slime (slime/rollout/rm_hub/gpqa.py). After the last ``</think>``, the letter comes
-from the last box, else from the last "answer is X" or "X is correct", then "option X" or "choice: X"; else it is the
-last capital letter that stands alone. Columns of the row: ``choices`` (a list or a mapping; their letters are A, B, …),
-``valid_letters`` (A to J without choices), ``correct_letter``, ``correct_answer`` and ``answer_text``. The label is a
-letter, the text of a choice, or the number of a choice from 0. A response without a letter is right if it has the text
-of the right choice.
+Source: ``compute_gpqa_reward`` of slime (slime/rollout/rm_hub/gpqa.py). Only the text after the last ``</think>`` is
+read. The letter is in the last box, else in the last "answer is X" or "X is correct", else in the last "option X" or
+"choice: X", else it is the last capital letter that stands alone. Columns of the row: ``choices`` (a list or a mapping;
+their letters are A, B, …), ``valid_letters`` (A to J without choices), ``correct_letter``, ``correct_answer`` and
+``answer_text``. The label is a letter, the text of a choice, or the number of a choice from 0. A response without a
+letter is right if it contains the text of the right choice.
 
-Departures. A letter is a choice only as a word of ASCII letters; the source takes the D of "answer depends" and the I
-of "answer is". A small letter is a choice only before punctuation or the end of a line, and the pronoun I never is. The
-article A counts only without another letter. The source takes the first match of its patterns, reads no box, and reads
-a thinking that never ends. A label outside of the choices gives no reward; the source searches for its text in the
-response, so that "E" of four choices was right for any word with an e. The text counts only if no other choice occurs
-in the response. A label of digits is the number of a choice, because data rows store their answers as text. A letter in
-a list, an alternative or an inequality is no choice: "B or C", "A, B, C, D" and "x <= B" are wrong for every label.
+Departures. A letter is a choice only if it is a separate word; the source reads the D of "answer depends" and the I of
+"answer is". A small letter is a choice only before punctuation or the end of a line. The pronoun I is never a choice,
+and the article A only if the text has no other letter. The source uses the first match of its patterns, reads no box,
+and reads unclosed thinking. A label outside of the choices gives no reward. The source searches for its text in the
+response, so that for the label "E" of four choices any word with an e was right. The text of a choice is accepted only
+if no other choice occurs in the response. A label of digits is the number of a choice, because data rows store their
+answers as text. A letter in a list, an alternative or an inequality is no choice: "B or C", "A, B, C, D" and "x <= B"
+are wrong for every label.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _BOX = re.compile(r"[\s(\[]*([A-Za-z])(?![A-Za-z0-9])", re.ASCII)
 _SEPARATOR = r"[\s)\]\"'.]{0,3}(?:[,/;&|]|\b(?:or|and|to)\b|-)[\s(\[\"']{0,3}"
 _LIST_BEFORE = re.compile(rf"(?:\b[A-J]{_SEPARATOR}|\b[A-J]\s[(\[]?|[<>≤≥≠]=?\s?|!=\s?|\\(?:le|ge|ne|lt|gt)q?\s?)$")
 _LIST_AFTER = re.compile(rf"{_SEPARATOR}[A-J]\b(?!['’]|\s+[a-z])|\s[(\[]?[A-J]\b(?=[\s)]*(?:[.,;]|[A-J]\b|$))")
-_NEAR = 12  # characters around a letter that show whether it is in a list
+_NEAR = 12  # number of characters around a letter that show whether it is in a list
 _ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
 _SEVERAL = ""  # replaces a letter that is in a list
 _WORD_FOLLOWS = re.compile(r"['’]|\s+[a-z]")
@@ -59,7 +60,7 @@ class GpqaConfig(RewardConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """Holds the letters of a question, the right letter, and the texts of the right choice and of the others."""
+    """Holds the letters of a question, the right letter, and the texts of the right and of the wrong choices."""
 
     letters: Sequence[str]
     right: str
@@ -68,7 +69,7 @@ class _Question:
 
 
 def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
-    """Returns 1 for the right choice, else 0, and None for a label outside of the choices."""
+    """Returns 1 for the right choice, else 0. Returns None for a label outside of the choices."""
     try:
         question = _question(given.row, given.answer)
     except ValueError as error:
@@ -89,7 +90,7 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
 
 
 def _letter(text: str, letters: Sequence[str]) -> str | None:
-    """Returns the letter that a text chooses, None without a letter, and `_SEVERAL` for a letter in a list."""
+    """Returns the letter that a text chooses, or None without a letter, or `_SEVERAL` for a letter in a list."""
     box = _MARKUP.sub("", last_boxed(framed(text) or "") or "")
     boxed = _BOX.match(box)
     if boxed is not None and boxed[1].upper() in letters:
@@ -120,7 +121,7 @@ def _in_list(text: str, start: int, end: int) -> bool:
 
 
 def _question(row: Mapping[str, Any], label: str) -> _Question:
-    """Returns the row's choices and its right letter; raises ValueError if the label is not among the choices."""
+    """Returns the row's choices and its right letter. Raises ValueError if the label is not among the choices."""
     given = row.get("choices") or []
     choices = [str(text) for text in (given.values() if isinstance(given, Mapping) else given)]
     of_row = [str(letter).upper() for letter in row.get("valid_letters") or ()]

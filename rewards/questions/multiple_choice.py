@@ -1,13 +1,13 @@
-"""Multiple choice by the text in the answer tags: ``<answer>B</answer>``.
+"""Scores multiple choice by the text in the answer tags: ``<answer>B</answer>``.
 
-Source: ``get_multiple_choice_reward`` of redai-infra/Relax (relax/engine/rewards/multiple_choice.py at 8888094). The
-texts in the first ``<answer>…</answer>`` of response and label, without white space at their ends, are compared with
-case.
+Source: ``get_multiple_choice_reward`` of redai-infra/Relax (relax/engine/rewards/multiple_choice.py at 8888094). It
+compares the texts in the first ``<answer>…</answer>`` of response and label. White space at the ends is removed; case
+matters.
 
-Departures. A label without tags is the answer itself. A response without tags is wrong; if neither side has tags, the
-source compares two empty texts and accepts every response. An empty label gives no reward. Only the text after the last
-``</think>`` counts, and a ``<think>`` that never closes has no answer. A response with different texts in several
-answer tags is wrong; the source takes the first text.
+Departures. A label without tags is the answer itself. A response without tags is wrong. If response and label have no
+tags, the source compares two empty texts and so accepts every response. An empty label gives no reward. Only the text
+after the last ``</think>`` is read, and a response with an unclosed ``<think>`` has no answer. A response with
+different texts in several answer tags is wrong; the source uses the first text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MultipleChoiceConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: MultipleChoiceConfig) -> RewardOutput:
-    """Returns 1 if the response's tagged text is the label's, else 0, and None for an empty label."""
+    """Returns 1 if the response's tagged text equals the label's, else 0. Returns None for an empty label."""
     wanted = _label(given.answer)
     if not wanted:
         return RewardOutput(reward=None, reason=_EMPTY)
@@ -43,7 +43,7 @@ def score(given: RewardInput, config: MultipleChoiceConfig) -> RewardOutput:
 
 
 def has_several(text: str) -> bool:
-    """Returns whether answer tags of a text have different contents."""
+    """Returns whether the answer tags of a text have different contents."""
     return len(set(tagged_texts(text))) > 1
 
 
@@ -53,7 +53,7 @@ def tagged_texts(text: str) -> list[str]:
 
 
 def tagged(text: str) -> str | None:
-    """Returns the text in the first answer tags, without white space at its ends; None without tags."""
+    """Returns the text in the first answer tags without white space at its ends, or None without tags."""
     _, opened, behind = text.partition("<answer>")
     inner, closed, _ = behind.partition("</answer>")
     return inner.strip() if opened and closed else None

@@ -1,4 +1,4 @@
-"""The environments of `make test-agents`: their packages conflict with those of Relax or with each other."""
+"""Python environments of `make test-agents`. Their packages conflict with Relax or with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real clients hold a conversation of three turns with the endpoint, each in the agents' environment."""
+"""Tests real clients: each holds a conversation of three turns with the endpoint, in the agents' environment."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.rollout.agents.replays import CONTEXT, CONVERSATIONS, SAYS, Conversat
 pytestmark = pytest.mark.agents
 CLIENTS = Path(__file__).parent / "clients"
 PACKAGES = {"pydantic_ai": "pydantic-ai-slim", "openai_agents": "openai-agents"}
-ANSWER_S = 120.0  # time to import a library on a loaded machine, or for a conversation
+ANSWER_S = 120.0  # timeout of a library's import on a loaded machine, and of a conversation
 
 
 class Client:
-    """Runs one process with one client library, which holds one conversation after another."""
+    """Runs one process with one client library. The process holds the conversations one by one."""
 
     def __init__(self, name: str) -> None:
         command = [AGENTS, "client_main.py", f"{name}_client"]
@@ -45,7 +45,7 @@ class Client:
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        late = threading.Timer(ANSWER_S, self._process.kill)  # ends the wait for a library that hangs
+        late = threading.Timer(ANSWER_S, self._process.kill)  # ends a library that hangs
         late.start()
         try:
             return self._process.stdout.readline()

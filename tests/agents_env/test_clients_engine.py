@@ -1,4 +1,4 @@
-"""Real clients with a real engine; its builtin model calls a tool in some of its answers."""
+"""Tests real clients with a real engine. The builtin model calls a tool in some of its answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_client_goes_on_from_the_tokens_of_a_real_engine(engine: Engine, folde
     async def scene(served: Served) -> None:
         said = await asyncio.to_thread(client.converse, "engine", served.url, served.key)
         assert said.get("answer", "None") != "None", said
-        begun = int(said["answer"])  # the first turn with a call; each answer before it is in a separate conversation
+        begun = int(said["answer"])  # the first turn with a call; each earlier answer is a separate conversation
         served.session.end("env_done")
         turns = served.record.turns[begun - 1 :]
         assert len(turns) == 4 and turns[0].tools and served.record.orphan == 0

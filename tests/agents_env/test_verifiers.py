@@ -1,4 +1,4 @@
-"""The program of env=verifiers plays a taskset of the real package verifiers through the endpoint."""
+"""Tests the program of env=verifiers: it plays a taskset of the real package verifiers through the endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge cases and properties of the shared maths; tests/conformance compares it with golden vectors."""
+"""Tests edge cases and properties of the shared maths. tests/conformance compares it with golden vectors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _policy_gradient(log_ratio: float, advantage: float) -> float:
 
 @pytest.mark.parametrize(
     ("method", "level", "wanted", "outside"),
-    # ρ = 1, e², e^-4 and a masked token; samples [0, 1] and [2, 3], whose products are e² and e^-4
+    # ρ = 1, e², e^-4 and a masked token. The samples [0, 1] and [2, 3] have the products e² and e^-4.
     [
         ("tis", "token", [1.0, 2.0, 0.1, 1.0], [False, True, True, False]),
         ("mis", "token", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),
@@ -131,7 +131,7 @@ def test_unknown_choices_are_named() -> None:
 # -- the critic: GAE and its loss -------------------------------------------------------------------------------------
 STATE = st.tuples(
     st.floats(-2.0, 2.0, width=32), st.floats(-2.0, 2.0, width=32), st.booleans()
-)  # reward, value, trained
+)  # columns: reward, value, trained
 SAMPLES = st.lists(st.lists(STATE, min_size=1, max_size=9), min_size=1, max_size=4)
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

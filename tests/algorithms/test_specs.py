@@ -1,4 +1,4 @@
-"""Settings, requirements, checks and hooks of every built-in algorithm; tests/conformance covers their computations."""
+"""Tests settings, requirements, checks and hooks of built-in algorithms. tests/conformance tests the computations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTOR_FWD = {"old_logprobs": "actor_fwd"}
 
 
 def config_of(algorithm: str, **changes: Any) -> Any:
-    """Returns an algorithm's settings with the length that conf/algo reads from rollout.max_new_tokens."""
+    """Returns an algorithm's settings. The length that conf/algo reads from rollout.max_new_tokens is set."""
     return find_algorithm(algorithm).config(**{"norm_length": 8.0} | changes)
 
 
@@ -74,7 +74,7 @@ def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, An
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algorithm: str) -> None:
     spec, config = find_algorithm(algorithm), config_of(algorithm, group_size=1)
-    if algorithm == "reinforce_pp":  # the plain form uses the mean of the step as its baseline
+    if algorithm == "reinforce_pp":  # the plain form uses the step's mean as baseline
         spec.check(dataclasses.replace(config, group_baseline=False))
     if spec.requirements(config).critic or spec.requirements(config).teacher is not None:
         spec.check(config)
@@ -204,7 +204,7 @@ def test_distillation_asks_for_top_k_tokens_only_where_the_form_is_about_them() 
 
 
 def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], advantages: list[float]) -> LossInputs:
-    """Returns one token per sample; the reference log-probs equal the old log-probs."""
+    """Returns one token per sample. The reference log-probs equal the old log-probs."""
     return LossInputs(
         logprobs=torch.tensor(new),
         old_logprobs=torch.tensor(old),
@@ -219,7 +219,7 @@ def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], adv
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
 def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs: str) -> None:
-    """DeepSeek-V3.2, eq. 9. The first sample drifted, the second did not, and the third has a positive advantage."""
+    """DeepSeek-V3.2, eq. 9. Sample 1 drifted, sample 2 did not drift, and sample 3 has a positive advantage."""
     config = grpo.GrpoConfig(old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
     grpo.SPEC.check(config)
     rollout = [-0.9, -1.0, -0.9]
@@ -238,7 +238,7 @@ def test_metrics_of_grpo_by_hand() -> None:
     config = grpo.GrpoConfig(clip_low=0.2, clip_high=0.28)
     sums = grpo.SPEC.loss(inputs, config).metric_sums
     assert all(count.item() == 3 for _, count in sums.values())
-    # e^0 + e^0.5 + e^-0.5, and for the KL the same minus 3, as the log-ratios add up to 0
+    # e^0 + e^0.5 + e^-0.5. For the KL the sum minus 3, because the log-ratios add up to 0.
     wanted = {"ratio": 3.2552519, "old_kl": 0.2552519, "clip_low": 1.0, "clip_high": 1.0}
     wanted |= {"ratio_low": 3 * 0.6065307, "ratio_high": 3 * 1.6487213}
     wanted |= {"surprisal": 3.0, "advantage": 1.0, "advantage_size": 3.0}
@@ -318,8 +318,8 @@ def test_every_setting_is_read(algorithm: str) -> None:
                 values=tokens, old_values=tokens, returns=tokens, loss_mask=mask, sample_ids=ids, num_samples=2
             )
             spec.value_loss(value_inputs, config)
-    # The roles read the common settings of algorithms: tests/config and tests/train/test_updates.py cover that. The
-    # denominator reads the length that a sample's sum is divided by.
+    # The roles read the common settings of algorithms, tested in tests/config and tests/train/test_updates.py. The
+    # denominator reads norm_length, which divides a sample's sum.
     of_all = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     assert fields - read == {*of_all, "norm_length"}
 

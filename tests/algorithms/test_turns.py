@@ -1,4 +1,4 @@
-"""Credit assignment within an episode, compared with values computed by hand."""
+"""Compares credit assignment within an episode with values computed by hand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from relax_core.contracts.algorithm import AdvantageInputs, GroupTurns
 from relax_core.registry import find_algorithm
 
-# Two games of two turns and one of a single turn. Tokens: 2 + 1, 1 + 2 and 1.
+# Two games of two turns, and a game of one turn. Tokens: 2 + 1, 1 + 2 and 1.
 OF_TOKENS = [0, 0, 1, 2, 3, 3, 4]
 SAMPLES = [0, 0, 1, 1, 2]
 STATES = ["start", "left", "start", "right", "start"]
 
 
 def group(*, rewards: list[float], mask: list[int] | None = None, **columns: Any) -> AdvantageInputs:
-    """Returns the group whose turns have these rewards."""
+    """Returns the group with these rewards of the turns."""
     of_samples = [sum(r for r, s in zip(rewards, SAMPLES, strict=True) if s == sample) for sample in range(3)]
     return AdvantageInputs(
         rewards=torch.tensor(of_samples),
@@ -43,9 +43,9 @@ def advantages(algorithm: str, inputs: AdvantageInputs, **settings: Any) -> list
 def test_gigpo_adds_what_a_turn_did_better_than_others_from_its_state() -> None:
     """Game 0 wins in its second turn, game 1 loses, game 2 wins at once.
 
-    The rewards 1, 0, 1 have the mean 2/3, so the episodes have 1/3, -2/3, 1/3. From the start, the games return 1/2
-    (the reward is one turn away), 0 and 1; their mean is 1/2, so the first turns have 0, -1/2, 1/2. There is no other
-    comparison, since each second turn began in a different state.
+    The rewards 1, 0, 1 have the mean 2/3, so the episodes have 1/3, -2/3, 1/3. From the start state, the games return
+    1/2 (the reward is one turn away), 0 and 1. The mean is 1/2, so the first turns have 0, -1/2, 1/2. There is no other
+    comparison, because each second turn begins in a different state.
     """
     inputs = group(rewards=[0.0, 1.0, 0.0, 0.0, 1.0])
     third = 1 / 3
@@ -54,10 +54,10 @@ def test_gigpo_adds_what_a_turn_did_better_than_others_from_its_state() -> None:
     doubled = [third, third, third, -2 * third - 1.0, -2 * third, -2 * third, third + 1.0]
     got = advantages("dr_grpo", inputs, credit="gigpo", gigpo_gamma=0.5, gigpo_weight=2.0)
     assert got == pytest.approx(doubled, abs=1e-6)
-    # RLOO compares with the mean of the others: 3/2 of the distance to the mean of all three.
+    # RLOO compares with the mean of the other two games: 3/2 of the distance to the mean of all three.
     got = advantages("rloo", inputs, credit="gigpo", gigpo_gamma=0.5)
     assert got == pytest.approx([1.5 * advantage for advantage in wanted], abs=1e-6)
-    # GRPO divides: the rewards' std is 1/√3, that of the returns 1/2, 0, 1 is 1/2.
+    # GRPO divides by the std: 1/√3 for the rewards, 1/2 for the returns 1/2, 0, 1.
     std, step_std = 3**-0.5 + 1e-6, 0.5 + 1e-6
     got = advantages("grpo", inputs, credit="gigpo", gigpo_gamma=0.5)
     by_episode = [third, third, third, -2 * third, -2 * third, -2 * third, third]
@@ -66,7 +66,7 @@ def test_gigpo_adds_what_a_turn_did_better_than_others_from_its_state() -> None:
 
 
 def test_equal_returns_of_different_rewards_are_equal() -> None:
-    """0.1 + 0.2 is not 0.3 in floats; divided by a deviation near 0, the difference would become an advantage."""
+    """0.1 + 0.2 is not 0.3 in floats. Divided by a std near 0, the difference would become an advantage."""
     inputs = group(rewards=[0.1, 0.2, 0.3, 0.0, 0.3])
     for algorithm in ("grpo", "rloo"):
         got = advantages(algorithm, inputs, credit="gigpo", gigpo_gamma=1.0, normalize_std="group")
@@ -83,7 +83,7 @@ def test_ppo_has_each_reward_at_the_end_of_its_turn() -> None:
 
 
 def test_ppo_gives_the_reward_of_a_masked_turn_to_what_led_to_it() -> None:
-    """The second turn of game 0 and the first of game 1 are masked: no trained turn led to the latter's reward."""
+    """Turn 2 of game 0 and turn 1 of game 1 are masked. No trained turn led to the reward of game 1's first turn."""
     mask = [1, 1, 0, 0, 1, 1, 1]
     inputs = group(rewards=[0.25, 1.0, -0.5, 2.0, 3.0], mask=mask, values=torch.zeros(7))
     got = advantages("ppo", inputs, gae_lambda=0.0)

@@ -1,4 +1,4 @@
-"""A function as a reward: its transfer to the processes of a run, and refused functions."""
+"""Tests a function as a reward: its transfer to the processes of a run, and refused functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
 def scored(file: Path, *responses: str) -> list[RewardOutput]:
-    """Scores as a worker process of a run does."""
+    """Scores like a worker process of a run."""
     spec = find_reward(str(file))
     row = {"prompt": "p"}
     with RewardPool(spec, spec.config(name=str(file)), workers=1) as pool:
@@ -60,7 +60,7 @@ def test_a_closure_crosses_by_value_and_its_lines_are_named(tmp_path: Path) -> N
     ],
 )
 def test_what_a_script_or_a_notebook_defines_crosses(tmp_path: Path, program: str) -> None:
-    """The function is defined in no file (as in a notebook's cell), or in a module that the workers cannot find."""
+    """The function is not defined in a file (like a notebook's cell), or it is in a module that workers cannot find."""
     (tmp_path / "helper.py").write_text("def reward(given):\n    return 2 * len(given.response)\n")
     write = (
         "from pathlib import Path\nfrom relax_core.api.function_reward import *\n"

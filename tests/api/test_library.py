@@ -1,4 +1,4 @@
-"""The names that `import relax_core` offers, without a run."""
+"""Tests the names that `import relax_core` offers, without a run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: py
             metric_record("actor", 0, {"reward": 0.25}),
             metric_record("rollout", 0, {"samples": 8.0}),
             metric_record("actor", 1, {"reward": 0.5}),
-            metric_record("run", 1, {"resumed": 1.0}),  # the earlier record of step 1 is undone
+            metric_record("run", 1, {"resumed": 1.0}),  # this line undoes the earlier record of step 1
             metric_record("actor", 1, {"reward": 0.75}),
             text_record("eval", 1, [{"prompt": "p", "answer": "a", "response": "r", "exact": False}]),
         ]

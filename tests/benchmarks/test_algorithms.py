@@ -1,4 +1,4 @@
-"""The values of the algorithms' table, and the continuation of a stopped benchmark."""
+"""Tests `benchmarks.algorithms`: the values of its table, and the continuation of a stopped benchmark."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some_figures() -> Metrics:
 
 def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
     values = [0.0] * 10 + [1.0] * 10
-    assert steps_to(0.9, values) == 19  # one 0 and nine 1 among the last ten
+    assert steps_to(0.9, values) == 19  # the last ten values are nine 1 and one 0
     assert steps_to(0.9, [1.0] * 10) == 10
     assert steps_to(0.9, [1.0] * 9) is None
     assert steps_to(0.9, [0.89] * 50) is None
@@ -52,7 +52,7 @@ def test_figures_and_table() -> None:
         run_of("grpo", 0): metrics,
         run_of("grpo", mode="colocate"): {**metrics, "exact_after": 0.9},
         run_of("distill"): {**metrics, "teacher": 0.97},
-        run_of("gspo", mode="colocate"): metrics,  # the other runs of this row failed
+        run_of("gspo", mode="colocate"): metrics,  # all other runs of this row failed
     }
     text = table(done, seeds=2)
     assert "| grpo | 0.50 → 1.00 | 0.25 → 0.75 | 10, — | 0.90 | — | 30.0 % | 1.50 |" in text
@@ -75,7 +75,7 @@ def test_a_stopped_benchmark_goes_on(tmp_path: Path) -> None:
     ]
     write_result(file, runs[1], some_figures())
     with file.open("a") as out:
-        out.write('{"run": {"row": "gr')  # killed in the middle of a line
+        out.write('{"run": {"row": "gr')  # the benchmark was killed in the middle of a line
     assert read_results(file) == {runs[1]: some_figures()}
     write_result(file, runs[0], some_figures())
     assert [run for run in runs if run not in read_results(file)] == runs[2:]

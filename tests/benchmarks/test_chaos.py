@@ -1,4 +1,4 @@
-"""The fault injection of `benchmarks.chaos`; tests/integration/test_chaos.py has the runs."""
+"""Tests the fault injection of `benchmarks.chaos`. tests/integration/test_chaos.py executes runs."""
 
 from __future__ import annotations
 

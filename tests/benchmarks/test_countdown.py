@@ -1,4 +1,4 @@
-"""Tests of the countdown task of `benchmarks.long_tail`: lengths, prompts, answers, reward and env."""
+"""Tests the countdown task of `benchmarks.long_tail`: lengths, prompts, answers, reward and env."""
 
 from __future__ import annotations
 

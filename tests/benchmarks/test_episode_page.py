@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "episodes.md"
 COMMANDS = re.findall(r"^ {4}(\S.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 RUNS = [command for command in COMMANDS if command.startswith("python -m relax_core ")]
 OF_ENVS = re.findall(r"^ {4}python -m relax_core (\S.*)$", PAGE.with_name("envs.md").read_text("utf-8"), re.MULTILINE)
-# tests/envs has servers for these; the last one needs the environment of `make agents-env`.
+# tests/envs has servers for these pages; the last page needs the environment of `make agents-env`.
 ASKS_A_SERVER = ("env=mcp", "env=openenv", "env=verifiers")
 PACKAGES = {"env=gymnasium": "gymnasium", "env=textarena": "textarena", "data=reasoning_gym": "reasoning_gym"}
 
@@ -46,7 +46,7 @@ def test_a_run_of_the_page_of_environments_lacks_at_most_the_users_own_files(com
 
 
 def test_the_other_commands_are_known() -> None:
-    """tests/integration/test_turns.py plays with a checkpoint, and reads the turns of its run."""
+    """tests/integration/test_turns.py executes them: it plays with a checkpoint and reads the turns of a run."""
     not_runs = [shlex.split(command) for command in COMMANDS if command not in RUNS]
     evaluates, checkpoint_plays, person_plays, tells, learns = not_runs
     assert evaluates == ["relax", "eval", "RUN"] and tells[:3] == ["relax", "lineage", "RUN"]

@@ -1,4 +1,4 @@
-"""The benchmark harness: rounds, ratios and tables, compared with values computed by hand."""
+"""Tests the benchmark harness: rounds, ratios and tables, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.harness import Comparison, Metrics, run_records, take_turns, wri
 
 
 def test_ratios_are_taken_within_a_round_and_every_other_round_is_reversed(tmp_path: Path) -> None:
-    """The machine is twice as slow in the second round; the ratio does not change."""
+    """In the second round the machine is twice as slow. The ratio does not change."""
     calls: list[tuple[str, int]] = []
 
     def way(name: str, rate: float, number: int) -> Metrics:
@@ -41,7 +41,7 @@ def test_a_figure_that_only_some_ways_have_leaves_a_cell_empty() -> None:
 
 
 def test_the_metrics_of_a_checkout_from_before_the_event_log_are_read(tmp_path: Path) -> None:
-    """Current lines of metrics.jsonl have a type; older ones have none."""
+    """Current lines of metrics.jsonl have a type; older lines have no type."""
     line = '{%s"source":"actor","step":3,"time_s":1.0,"values":{"samples":8.0,"loss":null}}\n'
     for kind in ("", '"type":"numbers",'):
         (tmp_path / "metrics.jsonl").write_text(line % kind)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.learning: its cases pass all checks, its limits hold, and finished runs are not repeated."""
+"""Tests `benchmarks.learning`: its cases pass all checks, bounds are applied, and finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_figures_of_parts_and_of_all_questions() -> None:
 def test_finished_runs_are_judged_and_not_repeated(
     reached: tuple[float, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One seed of three may miss the criterion of two kinds."""
+    """For two kinds of runs, one seed of three may miss the bounds."""
     name, results = "do they match?", tmp_path / "results.jsonl"
     metrics = WON | {"sampled_first": 0.1, "wall_s": 1.0}
     with results.open("w") as file:

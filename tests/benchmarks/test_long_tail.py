@@ -1,4 +1,4 @@
-"""The runs of `benchmarks.long_tail` are valid configurations, and its numbers equal numbers computed by hand."""
+"""Tests `benchmarks.long_tail`: its runs are valid configurations, and its numbers equal numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of predicted and measured memory; the runs themselves take minutes."""
+"""Tests the table of predicted and measured memory, without the runs, because they take minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baseline loop must do the work that it is timed for: it learns."""
+"""Tests that the baseline loop really trains: it learns the task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the operations that `benchmarks.real_model` counts with torch's count, and checks its table."""
+"""Compares the operation counts of `benchmarks.real_model` with torch's counts, and checks the table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.train_step_ways import SIZES, write_model
 from relax_core.contracts.reward import RewardInput
 
 torch.set_num_threads(1)
-SIZE = replace(SIZES["demo"], head_dim=24)  # so that width and hidden differ
+SIZE = replace(SIZES["demo"], head_dim=24)  # makes the attention's width differ from the hidden size
 
 
 def model_of(folder: Path) -> torch.nn.Module:
@@ -37,7 +37,7 @@ def model_of(folder: Path) -> torch.nn.Module:
 
 
 def test_a_pass_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
-    """Torch counts all pairs of rows; backward is twice forward, without a gradient of the embedded rows."""
+    """Torch counts all pairs of rows. Backward is twice forward, minus the gradient of the embedded rows."""
     folder = write_model(tmp_path / "model", SIZE)
     assert size_of(folder) == SIZE
     ids = torch.randint(0, SIZE.vocabulary, (3, 11))
@@ -52,7 +52,7 @@ def test_a_pass_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
 
 
 def test_decoding_has_as_many_operations_as_torch_counts(tmp_path: Path) -> None:
-    """Torch counts all pairs of prompt rows; a decoder needs half of them."""
+    """Torch counts all pairs of prompt rows. A decoder needs half of the pairs."""
     prompt, new_tokens, samples = 9, 7, 2
     model = model_of(write_model(tmp_path / "model", SIZE))
     model.generation_config.eos_token_id = None  # type: ignore[union-attr]

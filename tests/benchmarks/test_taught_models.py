@@ -1,4 +1,4 @@
-"""The models that `benchmarks.learning` teaches: judges learn their test cases, and policies their games."""
+"""Tests the models of `benchmarks.taught_models`: judges pass their test cases, and policies play their games."""
 
 from __future__ import annotations
 

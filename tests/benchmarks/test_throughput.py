@@ -1,4 +1,4 @@
-"""The numbers of `benchmarks.throughput`, compared with numbers computed by hand; the runs are not tested."""
+"""Compares the numbers of `benchmarks.throughput` with numbers computed by hand. Does not test the runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.throughput import (
 from relax_core.config.compose import load_config
 from relax_core.tools.tiny_text import write_tiny_tokenizer
 
-STEPS = SKIPPED_STEPS + 4  # three are measured: the warm-up and the last step are not
+STEPS = SKIPPED_STEPS + 4  # three steps are measured: not the warm-up and the last step
 
 
 def actor_records(step_ms: list[float]) -> dict[int, dict[str, float]]:
-    """Returns records in which the warm-up and the last step would distort every value if they counted."""
+    """Returns records. If warm-up and last step were included, they would distort every value."""
     spoiled = {"step_ms": 1e6, "samples": 1.0, "tokens": 1.0, "train_ms": 1e6, "sync_ms": 1e6, "push_ms": 1e6}
     spoiled |= {"bus_ms": 1e6, "wait_ms": 1e6}
     fine = {
@@ -51,7 +51,7 @@ PROMPT_BATCHES = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(
     [(COLOCATE, 1.0, 8.0), (STRICT, 3.0, 6.0), (ASYNC, 1.0, 19.0)],
 )
 def test_a_steps_parts_add_up(name: str, sync: float, other_ms: float) -> None:
-    """A step takes 40 ms: 20 train, 11 engine and reward without overlap; the push is on the path in one case."""
+    """A step takes 40 ms: 20 train, 11 engine and reward without overlap. One case has the push on its path."""
     metrics = run_metrics(name, actor_records([40.0, 40.0, 64.0]), PROMPT_BATCHES)
     assert metrics["step"] == 40.0
     assert metrics["sync"] == pytest.approx(sync)

@@ -1,4 +1,4 @@
-"""The train-step benchmark compares equal work: every way has the same gradient."""
+"""Tests that the train-step benchmark compares equal work: every way has the same gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_every_way_has_the_same_gradient(tmp_path: Path, experts: int) -> None:
-    """Also after a step, which moves each way's weights."""
+    """The gradients are also equal after a step that changes each way's weights."""
     path = write_model(tmp_path, replace(SIZES["demo"], experts=experts))
     groups = make_groups(np.array([[9, 1, 20], [7, 7, 3]]), prompt=11, vocabulary=64)
     rows = as_rows(groups)

@@ -1,4 +1,4 @@
-"""A blocking bus for tests without an event loop: each call blocks its thread until the answer."""
+"""A blocking bus for tests without an event loop: each call blocks its thread until the result arrives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.bus.ray_bus import blocking
 
 
 class BlockingBus:
-    """Runs each asynchronous call of ``bus`` to its end. Can be pickled with its bus."""
+    """Runs each asynchronous call of ``bus`` to its end. Can be pickled together with ``bus``."""
 
     def __init__(self, bus: Any) -> None:
         self.bus = bus

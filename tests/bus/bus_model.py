@@ -1,4 +1,4 @@
-"""A model of a run that makes random actions and checks every answer of the bus core."""
+"""A model of a run that executes random actions and checks every result of the bus core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bus.make_rows import uids_of
 from tests.bus.media_model import DIGESTS, NBYTES, MediaModel
 
 LEASE_S = 10.0
-MAX_WORKERS = 3  # the largest number of rollout workers
+MAX_WORKERS = 3  # maximum number of rollout workers
 WORKERS = st.integers(0, MAX_WORKERS - 1)
 ITEMS = st.sets(st.sampled_from(DIGESTS), max_size=4)
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
@@ -26,7 +26,7 @@ PromptDraw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class BusModel(LedgerModel):
-    """Runs the actions of clients and their faults. Actions get Hypothesis's ``draw``."""
+    """Runs the actions of clients, and their faults. Actions take Hypothesis's ``draw``."""
 
     # -- actions of clients -------------------------------------------------------------------------------------
     def admit(self, draw: PromptDraw) -> None:
@@ -51,7 +51,7 @@ class BusModel(LedgerModel):
             assert own <= -(-let_in // self.rollout_workers), "a worker exceeds its share"
 
     def roll_out(self, draw: PromptDraw) -> None:
-        """Puts some of the groups whose generation may start, in any order."""
+        """Puts some of the groups that may start generation, in any order."""
         self.admit(draw)
         ready = draw(st.permutations(self.startable()))
         for admission in ready[: draw(st.integers(0, len(ready)))]:
@@ -177,7 +177,7 @@ class BusModel(LedgerModel):
         self.end_step(mask=draw(st.booleans()))
 
     def end_step(self, *, mask: bool) -> None:
-        """Ends the step with all held leases."""
+        """Ends the step with all leases of the trainer."""
         step = self.core.version
         self.core.expire()
         held = [lease for lease in self.actor_leases if lease.lease_id in self.core.leases]
@@ -199,7 +199,7 @@ class BusModel(LedgerModel):
             self.check_surplus(step)
 
     def check_surplus(self, step: int) -> None:
-        """Checks that groups in flight were ended after ``step`` only if the steps have enough groups without them."""
+        """Checks that groups in flight ended after ``step`` only if the steps have enough other groups."""
         gone = [uid for uid in self.in_flight if uid not in self.core.groups]
         for uid in gone:
             over = self.in_flight.pop(uid).min_version < step + 1 - self.max_staleness
@@ -209,7 +209,7 @@ class BusModel(LedgerModel):
             may_be_left = 0 if self.spare_groups else self.unfilled
             assert len(self.core.groups) <= may_be_left, "groups remain that no step will train"
             return
-        for worker in range(MAX_WORKERS):  # each gets its own groups, in any order of calls
+        for worker in range(MAX_WORKERS):  # each worker gets its own groups, in any order of calls
             change = self.core.version_change(step, worker=worker)
             own = sorted(uid for uid in gone if self.owners[uid] == worker)
             assert change is not None and (change.version, sorted(change.retired)) == (step + 1, own)
@@ -223,7 +223,7 @@ class BusModel(LedgerModel):
         self.ack(draw)
 
     def train_fully(self) -> None:
-        """Trains a step without faults, which must get all of its groups."""
+        """Trains a step without faults. The step must get all of its groups."""
         for worker in range(MAX_WORKERS):
             self.admit_groups(100, worker=worker)
         for admission in self.startable():
@@ -279,7 +279,7 @@ class BusModel(LedgerModel):
         return group_uid not in self.core.groups and group_uid not in self.in_flight
 
     def crash_and_resume(self, draw: PromptDraw) -> None:
-        """Kills the process and resumes; either all or none of the events after the checkpoint are on disk."""
+        """Kills the process and resumes. Either all events after the checkpoint are on disk, or no event."""
         if not self.saved:
             return
         saved = draw(st.sampled_from(self.saved))
@@ -298,7 +298,7 @@ class BusModel(LedgerModel):
             self.back_to(draw(st.sampled_from(self.saved)))
 
     def start_afresh(self, draw: PromptDraw) -> None:
-        """Crashes before the first checkpoint, so that no event in the file is valid any more."""
+        """Crashes before the first checkpoint. Then no event in the file is valid any more."""
         if self.saved:
             return
         self.journal.close(timeout_s=FLUSH_S)

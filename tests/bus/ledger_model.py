@@ -1,4 +1,4 @@
-"""A model of a run's sample counts, compared with a bus that writes a real ledger file.
+"""A model of a run's sample counts. Tests compare it with a bus that writes a real ledger file.
 
 The file must agree with the counts after every restore, every crash and at the end.
 """
@@ -24,7 +24,7 @@ FLUSH_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Holds a checkpoint: the bus's snapshot, the model's state at that time, and a copy of the ledger's file."""
+    """Holds a checkpoint: the bus's snapshot, and the model's state and a copy of the ledger's file at this time."""
 
     snapshot: bytes
     issued: set[str]
@@ -58,13 +58,13 @@ class LedgerModel:
         self.clock = Clock()
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
-        self.owners: dict[str, int] = {}  # group → the rollout worker to which it was admitted
+        self.owners: dict[str, int] = {}  # group → rollout worker of its admission
         self.rows: dict[str, Group] = {}  # all groups that were put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()
         self.trained: dict[str, int] = {}  # uid → staleness
-        self.unfilled = 0  # groups that past steps could have trained but did not
+        self.unfilled = 0  # groups that past steps could have trained, but did not train
         self.saved: list[Saved] = []
         self.media = MediaModel()
 
@@ -92,7 +92,7 @@ class LedgerModel:
 
     # -- invariants --------------------------------------------------------------------------------------------
     def check_file(self) -> None:
-        """Checks that the counts of the file's events equal those of the bus and of the model."""
+        """Checks that the counts of the file's events equal the counts of the bus and of the model."""
         self.journal.flush(timeout_s=FLUSH_S)
         counts = self.core.progress().ledger
         none_left = self.core.finished() and (self.spare_groups > 0 or not self.unfilled)

@@ -14,7 +14,7 @@ from relax_core.contracts.media_file import item_digest, write_item
 
 
 def make_item(folder: Path, seed: int, *, height: int = 28, width: int = 28) -> tuple[MediaItem, np.ndarray]:
-    """Writes an image of random pixels and returns the item and its frames, uint8 ``[1, height, width, 3]``."""
+    """Writes an image of random pixels. Returns the item and its frames, uint8 ``[1, height, width, 3]``."""
     frames = np.random.default_rng(seed).integers(0, 256, (1, height, width, 3), dtype=np.uint8)
     item = MediaItem(
         kind="image",
@@ -31,11 +31,11 @@ def make_item(folder: Path, seed: int, *, height: int = 28, width: int = 28) -> 
 
 
 def media_columns(items: Sequence[MediaItem]) -> dict[str, bytes]:
-    """Returns the columns of a group that places these items: "a", and the column of media."""
+    """Returns the columns of a group with these items: "a", and the media column."""
     placed = [Media(item, 4 * number, 4 * number + 4) for number, item in enumerate(items)]
     return {"a": b"x", MEDIA: msgspec.msgpack.encode(placed)}
 
 
 def held(*items: MediaItem) -> dict[str, int]:
-    """Returns the argument of `Bus.hold`."""
+    """Returns the argument of `Bus.hold` for these items."""
     return {item.digest: item.nbytes for item in items}

@@ -52,7 +52,7 @@ def make_row(
     dropped: Mapping[str, str] | None = None,
     columns: Mapping[str, bytes] | None = None,
 ) -> Group:
-    """Returns a complete group of the admission with every sample at ``version`` (default: its min_version).
+    """Returns a complete group of the admission. Every sample has ``version`` (default: the admission's min_version).
 
     Column "a" holds the group's uid.
     """

@@ -1,4 +1,4 @@
-"""A model of the media items in use and their users, compared with a bus."""
+"""A model of the media items in use and their users. Tests compare it with a bus."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MediaModel:
 
     def __init__(self) -> None:
         self.stored: set[str] = set()
-        self.held: dict[int, set[str]] = defaultdict(set)  # by rollout worker
-        # The items held by a lost worker, and its groups in flight at that time.
+        self.held: dict[int, set[str]] = defaultdict(set)  # items that each rollout worker holds
+        # The items of a lost worker, and its groups in flight at the time of the loss.
         self.lost: dict[int, tuple[set[str], set[str]]] = {}
         self.leased: dict[int, set[str]] = {}  # by lease id
 
@@ -39,11 +39,11 @@ class MediaModel:
         self.leased[lease.lease_id] = {digest for row in lease.rows for digest in rows[row.group_uid].media}
 
     def go_back(self) -> None:
-        """Applies a restore of the bus: groups and leases are removed, and workers keep the items that they hold."""
+        """Applies a restore of the bus: removes groups and leases. Workers keep the items that they hold."""
         self.lost, self.leased = {}, {}
 
     def check(self, core: ReplayBuffer, rows: dict[str, Group], in_flight: Collection[str]) -> None:
-        """Removes unused items as the bus does, and compares the remaining items with the items in use."""
+        """Removes unused items like the bus, and compares the remaining items with the items in use."""
         self.stored.difference_update(core.media.take_unnamed())
         self.lost = {worker: loss for worker, loss in self.lost.items() if not loss[1].isdisjoint(in_flight)}
         self.leased = {lease: digests for lease, digests in self.leased.items() if lease in core.leases}

@@ -1,4 +1,4 @@
-"""A bus core that writes its events to a file, with groups like those of a rollout."""
+"""A bus core that writes its events to a file, with groups like a rollout's groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = 120.0
 
 
 def generated_row(admission: Admission) -> Group:
-    """Returns a group of two samples whose weights changed during their generation.
+    """Returns a group of two samples. The weights changed during their generation.
 
-    The second has the higher reward.
+    The second sample has the higher reward.
     """
     tree = answers_tree(
         admission.group_uid,

@@ -1,4 +1,4 @@
-"""Tests the admission rule: against an independent formula for the group at each position, and after losses."""
+"""Compares the admission rule with an independent formula for the group at each position. Also tests losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bus.make_rows import for_actor, make_core, make_row, make_settings
 def by_position(
     position: int, *, version: int, slots_left: int, gps: int, staleness: int, total_steps: int
 ) -> int | None:
-    """Returns the ``min_version`` of the group at this position without losses, or None if it must wait."""
+    """Returns the ``min_version`` of the group at this position without losses, or None if the group must wait."""
     step = version if position < slots_left else version + 1 + (position - slots_left) // gps
     if step > version + staleness + 1 or step >= total_steps:
         return None

@@ -1,4 +1,4 @@
-"""Blocking calls: one event loop for each thread, closed with the thread or the process."""
+"""Tests blocking calls: each thread has an event loop, which is closed with the thread or the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def refuse() -> None:
 
 
 def loop_of_another_thread() -> tuple[AbstractEventLoop, bool]:
-    """Returns the loop of a thread that has ended, and whether it was closed while the thread was alive."""
+    """Returns the event loop of an ended thread, and whether the loop was closed while the thread was alive."""
     found: list[tuple[AbstractEventLoop, bool]] = []
 
     def call() -> None:

@@ -1,7 +1,7 @@
-"""Random histories of the bus's core, checked against a model of each sample.
+"""Compares random histories of the bus's core with a model of each sample.
 
 The actions are calls of clients and crashes, in any order. After each action the counts must agree with the model, and
-exactly the media items in use are stored; after each restore the ledger's file must agree, too. At the end, a run
+exactly the media items in use must be stored. After each restore the ledger's file must agree, too. At the end, a run
 without faults must be able to finish from any state.
 """
 
@@ -59,7 +59,7 @@ class BusMachine(RuleBasedStateMachine):
             rollout_workers=rollout_workers,
         )
 
-    # All actions are one rule, because Hypothesis omits some rules in each history, and a history needs rollouts.
+    # All actions are one rule, because Hypothesis omits some rules in each history, but every history needs rollouts.
     @rule(action=st.sampled_from(WORK + TROUBLE), data=st.data())
     def act(self, action: str, data: st.DataObject) -> None:
         assert self.model is not None

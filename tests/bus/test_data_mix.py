@@ -1,4 +1,4 @@
-"""Tests of data.mix in the bus: shares of issued and trained samples, replacement of lost prompts, and resume."""
+"""Tests data.mix in the bus: shares of issued and trained samples, replacement of lost prompts, and resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = 8
 
 
 class Rollout:
-    """Simulates a rollout: prompts take random times, videos ten times as long as others, and some are dropped."""
+    """Simulates a rollout: prompts take random times, videos ten times as long, and some prompts are dropped."""
 
     def __init__(self, core: ReplayBuffer, rng: random.Random, *, lost: float) -> None:
         self._core, self._rng, self._lost = core, rng, lost
@@ -48,7 +48,7 @@ class Rollout:
             self._issued[admission.index] = admission
             self._core.name_modalities(
                 {admission.index: self.modality(admission)}
-            )  # with data.mix it has this modality already
+            )  # with data.mix the prompt has this modality already
             slow = 10 if self.modality(admission) == "video" else 1
             self._open.append((self.now + slow * self._rng.randint(1, 3), admission))
 
@@ -71,7 +71,7 @@ def new_core(steps: int, **changes: object) -> ReplayBuffer:
 
 
 def shares(counts: LedgerCounts) -> dict[str, tuple[float, float]]:
-    """Returns the share of the issued samples that have an end, and of the trained ones, by modality."""
+    """Returns by modality the share of issued samples that have ended, and the share of trained samples."""
     ended = {name: modality.issued - modality.open for name, modality in counts.modalities.items()}
     trained = {name: modality.trained for name, modality in counts.modalities.items()}
     return {name: (ended[name] / sum(ended.values()), trained[name] / sum(trained.values())) for name in MIX}
@@ -97,7 +97,7 @@ def test_every_step_trains_the_shares_however_long_a_prompt_takes(
 
 
 def test_without_a_mix_the_slow_modality_is_trained_less() -> None:
-    """The control of the test above: without data.mix the same rollout loses most videos."""
+    """The control of the previous test: without data.mix the same rollout loses most videos."""
     core = make_core(groups_per_step=GROUPS, total_steps=40, spare_groups=4)
     rollout = Rollout(core, random.Random(1), lost=0.0)
     while not core.finished():
@@ -130,7 +130,7 @@ def test_a_resume_trains_each_prompt_once_and_keeps_the_shares(
     assert (counts.lost, counts.trained_twice, counts.trained) == (0, 0, 10 * GROUPS * 2)
     trained = Counter(map(second.modality, first.trained + second.trained))
     assert trained == {name: MixOrder(MIX).count(name, 10 * GROUPS) for name in MIX}
-    # Each modality has issued its first prompts without a gap, and the ledger has the ends of their groups.
+    # Each modality has issued its first prompts without a gap, and the ledger has the ends of these prompts' groups.
     for name, modality in counts.modalities.items():
         numbers = sorted(MixOrder(MIX).at(index)[1] for index in {*drawn} if MixOrder(MIX).at(index)[0] == name)
         assert numbers[-1] < modality.issued // 2

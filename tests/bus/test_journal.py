@@ -1,4 +1,4 @@
-"""The ledger's events in SQLite."""
+"""Tests the ledger's events in SQLite."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_lock_of_another_program_is_waited_out(journal: Journal, path: Path, w
     with locked(path):
         journal.append("issued", "g0", ["g0.0", "g0.1"])
         wait_until(lambda: "database is locked since" in journal.problem, what="the lock")
-        journal.append("issued", "g1", ["g1.0"])  # no call of the bus waits
+        journal.append("issued", "g1", ["g1.0"])  # no bus call waits
         with pytest.raises(LedgerUnwritable, match=r"ledger\.sqlite: database is locked since \d+ s"):
             journal.flush(timeout_s=0.1)
         assert read(path, ONCE) == [(0, 0)]
@@ -159,7 +159,7 @@ def test_a_full_disk_is_waited_out(small_disk: Callable[[str], Path], wait_until
 def test_a_batch_that_was_written_before_its_error_is_not_written_again(
     journal: Journal, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network disk may fail after the commit; the connection is opened again."""
+    """A network disk may fail after the commit. Then the journal opens the connection again."""
     write, errors = journal._write, [sqlite3.SQLITE_IOERR_FSYNC]
 
     def commit_and_fail(database: sqlite3.Connection, batch: Any) -> None:
@@ -198,7 +198,7 @@ def test_the_end_of_the_run_does_not_wait_longer_than_it_may(path: Path, wait_un
         wait_until(lambda: journal.problem, what="the lock")
         with pytest.raises(LedgerUnwritable, match="database is locked"):
             journal.close(timeout_s=0.1)
-    journal.close(timeout_s=T)  # already closed
+    journal.close(timeout_s=T)  # the journal is already closed
 
 
 def test_a_ledger_that_is_locked_at_the_start_is_waited_for(
@@ -216,7 +216,7 @@ def test_a_ledger_that_is_locked_at_the_start_is_waited_for(
 
 
 def test_the_bus_admits_no_group_while_too_much_waits_and_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot waits for the same disk, and the wait graph names it for both."""
+    """A snapshot waits for the same disk. The wait graph names the disk for both waits."""
     monkeypatch.setattr(journal_module, "MAX_WAITING_BYTES", 1)
     actor = BusActor(msgspec.msgpack.encode(make_settings()), str(path))
 
@@ -238,7 +238,7 @@ def test_the_bus_admits_no_group_while_too_much_waits_and_says_why(path: Path, m
             assert all(wait.owed_by == ["bus"] and "0 MiB wait for the disk" in wait.text for wait in waits)
             assert "database is locked" in actor._progress().ledger_problem
             body = msgspec.msgpack.encode([(make_row(first), {})])
-            open_answer(await actor.put(body, []))  # a group that is complete is taken
+            open_answer(await actor.put(body, []))  # the bus accepts a complete group
             assert not admit.done() and not snapshot.done()
         assert len(value(await admit, list[Admission])) == 1
         open_answer(await snapshot)

@@ -1,4 +1,4 @@
-"""Tests that the ledger reports lost and twice trained samples, is cheap, and survives a snapshot."""
+"""Tests that the ledger reports lost samples and samples trained twice, is cheap, and survives a snapshot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_training_twice_is_found() -> None:
     for step in range(3):
         ledger.train(0, "g0", ["g0.0"], [0], step=step)
     ledger.drop(1, "g1", {"g1.0": "stale"}, step=0)
-    ledger.train(1, "g1", ["g1.0"], [0], step=1)  # two ends, trained once
+    ledger.train(1, "g1", ["g1.0"], [0], step=1)  # two ends, but trained only once
     ledger.drop(2, "g2", {"g2.0": "stale"}, step=0)
     ledger.train(2, "g2", ["g2.0"], [0], step=1)
     ledger.train(2, "g2", ["g2.0"], [0], step=2)

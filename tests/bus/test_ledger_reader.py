@@ -1,4 +1,4 @@
-"""Tests of reading the ledger's file: the events of samples, and counts over all events."""
+"""Tests reading the ledger's file: the events of samples, and counts over all events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_life_has_every_event_and_what_the_rollout_told(run: PersistedRun) -> 
     assert lease is not None
     run.core.release([lease.lease_id])
     run.train()
-    with run.file() as file:  # the journal still has it open
+    with run.file() as file:  # the journal still has the file open
         (life,) = file.samples({"uid": uids_of(second)[1]})
     assert life.state == "trained" and life.group == second.group_uid
     assert words(life) == [
@@ -96,7 +96,7 @@ def test_what_a_restore_undid_is_told_as_undone(run: PersistedRun) -> None:
 
 
 def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRun) -> None:
-    """A run resumes from an older checkpoint, dies, and then resumes from the newest."""
+    """A run resumes from an older checkpoint, dies, and then resumes from the newest checkpoint."""
     run.roll_out(2)
     older = run.core.snapshot()
     run.train()
@@ -132,7 +132,7 @@ def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) ->
 
 
 def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
-    """Payloads of groups are found by event ids, so ids of undone events must not be reused."""
+    """Readers find payloads of groups by event ids, so ids of undone events must not be reused."""
     run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()

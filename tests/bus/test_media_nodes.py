@@ -1,4 +1,4 @@
-"""Tests media items on two Ray nodes of this machine, whose folders differ."""
+"""Tests media items on two Ray nodes of this machine with different folders."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def bus(other_node: str, folder: Path, tmp_path: Path, request: pytest.FixtureRe
 
 
 def look(bus: BlockingBus, items: list[MediaItem]) -> tuple[int, list[np.ndarray], bytes]:
-    """Maps items as a rank does; returns its process id, their frames and the maps of the process."""
+    """Maps items like a rank. Returns the process id, the items' frames and the maps of the process."""
     reader = bus.media_reader(timeout_s=T)
     reader.fetch(items)
     mapped = [reader.tensors(item)["frames"] for item in items]
@@ -104,7 +104,7 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     bus.put([make_row(admission, columns=media_columns(items[:2]))], timeout_s=T)
     bus.release_items([item.digest for item in items[:2]], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
-    ranks = [on_node(other_node, look).remote(bus, items[:2]) for _ in range(3)]  # several ranks of one node at once
+    ranks = [on_node(other_node, look).remote(bus, items[:2]) for _ in range(3)]  # concurrent ranks of one node
     for pid, frames, maps in ray.get(ranks, timeout=T):
         assert pid != os.getpid() and str(there).encode() in maps and str(here).encode() not in maps
         for frame, (_, expected) in zip(frames, made, strict=False):
@@ -112,7 +112,7 @@ def test_a_node_gets_an_item_once_and_loses_it_with_the_others(
     assert {file.name for file in there.iterdir()} == {item.digest for item in items[:2]}
     first = (there / items[0].digest).stat()
     assert first.st_mode & 0o777 == 0o600
-    bus.fetch_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # as an engine's client does
+    bus.fetch_media([item.digest for item in items], node_id=other_node, timeout_s=T)  # like an engine's client
     assert {file.name for file in there.iterdir()} == {item.digest for item in items}
     assert (there / items[0].digest).stat().st_ino == first.st_ino, "it was transferred once"
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)

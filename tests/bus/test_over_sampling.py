@@ -1,4 +1,4 @@
-"""Tests of over-sampling: which groups are trained, how the others end, and that every step is full."""
+"""Tests over-sampling: the trained groups, the ends of the other groups, and that every step is full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(core: ReplayBuffer) -> list[int]:
 
 
 def spans(versions: list[int]) -> dict[str, bytes]:
-    """Returns the columns of a group of two samples with tokens of these versions, one after the other."""
+    """Returns the columns of a group of two samples with tokens of these versions, in this order."""
     turn = Turn(1, 1 + len(versions), "engine-0", [(version, 1) for version in versions], "stop")
     episodes = [Episode(f"g.{place}", [len(versions)], 0.0, {}, [turn], "stop") for place in range(2)]
     return {"a": b"", EPISODES: msgspec.msgpack.encode(episodes)}
@@ -46,7 +46,7 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
     change = core.version_change(-1)
     assert change is not None and (change.version, change.retired) == (1, [now[0].group_uid])
     counts = core.progress().ledger
-    assert counts.dropped == {"over_sampled": 4} and counts.lost == 0  # one in flight, one complete
+    assert counts.dropped == {"over_sampled": 4} and counts.lost == 0  # one group in flight, one complete group
     core.put([make_row(now[0])])  # a late group that was already ended
     assert core.progress().ledger == counts
     assert [admission.min_version for admission in core.admit(100)] == [2] * 4, "the next step's are in already"
@@ -55,7 +55,7 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
 
 
 def test_what_is_kept_goes_on_and_trains_masked() -> None:
-    """A group in flight is not dropped; a complete group with old tokens only is dropped."""
+    """A group in flight is not dropped. A complete group with only old tokens is dropped."""
     core = make_core(max_staleness=0, spare_groups=2, surplus="keep", on_stale="mask")
     slow, finished, first, second, *early = core.admit(100)
     core.put([make_row(admission, columns=spans([0])) for admission in (first, second, finished)])

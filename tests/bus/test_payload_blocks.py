@@ -1,4 +1,4 @@
-"""Tests that small payloads are sent inside the message, and large payloads separately in blocks of one column."""
+"""Tests that small payloads are sent inside the message, and large payloads separately, in blocks of one column."""
 
 from __future__ import annotations
 

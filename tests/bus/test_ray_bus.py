@@ -1,4 +1,4 @@
-"""Tests of the Ray backend alone: processes, the object store, asynchronous methods."""
+"""Tests features of the Ray backend only: processes, the object store, asynchronous methods."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 
 @pytest.mark.parametrize("module", ["bus_actor", "transfer_queue_bus"])
 def test_a_bus_process_imports_no_torch(module: str) -> None:
-    """Workers that Ray starts without a fork server import the modules of their actor alone."""
+    """Workers that Ray starts without a fork server import only the modules of their actor."""
     program = f"import sys; import relax_core.bus.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=T, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""Tests of the TransferQueue backend alone: which process holds a payload, when it is freed, how the processes end."""
+"""Tests features of the TransferQueue backend only: where payloads are stored and freed, and how processes end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.bus.blocking import BlockingBus
 from tests.bus.make_rows import for_actor, for_worker, make_row, make_settings
 
 T = 120.0
-LONG_S = 400.0  # longer than T: a call that waits until this deadline fails the test
+LONG_S = 400.0  # longer than T: a call that waits for this timeout fails the test
 NAMESPACE = "test-transfer-queue"
 PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
 
 @contextmanager
 def a_bus(tmp_path: Path, name: str) -> Iterator[BlockingBus]:
-    """Yields a bus with its own processes: a controller and a storage unit."""
+    """Yields a bus with separate processes: a controller and a storage unit."""
     made = create_bus(
         BusConfig(name="transfer_queue"),
         make_settings(max_staleness=0),
@@ -54,13 +54,13 @@ def a_bus(tmp_path: Path, name: str) -> Iterator[BlockingBus]:
 
 @pytest.fixture(scope="module")
 def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingBus]:
-    """Returns a bus for the tests that leave no group open and nothing stored."""
+    """Returns a bus for tests that leave no open group and no stored payload."""
     with a_bus(tmp_path_factory.mktemp("bus"), "shared") as bus:
         yield bus
 
 
 def keys(bus: BlockingBus) -> list[str]:
-    """Returns the keys that TransferQueue holds for this bus."""
+    """Returns the keys that TransferQueue stores for this bus."""
     client = bus.open()
     return asyncio.run(client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys"))
 
@@ -138,7 +138,7 @@ def test_abandoned_keys() -> None:
 
 
 def test_an_index_that_another_sample_has_now_is_not_read(bus: BlockingBus) -> None:
-    """TransferQueue gives a freed index to the next sample. A slow reader must not get that sample's payload."""
+    """TransferQueue assigns a freed index to the next sample. A slow reader must not get the payload of this sample."""
     client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:
@@ -163,7 +163,7 @@ def test_an_index_that_another_sample_has_now_is_not_read(bus: BlockingBus) -> N
         samples.append(put(f"g0000001{len(samples)}"))
     with pytest.raises(LeaseLost, match="g00000001"):
         asyncio.run(client.call(client.get(partition, [first]), timeout_s=T, what="a get"))
-    clear(first)  # frees nothing, because samples are cleared by key
+    clear(first)  # frees no sample, because samples are cleared by key
     assert len(asyncio.run(client.call(client.get(partition, samples), timeout_s=T, what="a get"))) == len(samples)
     for sample in samples:
         clear(sample)

@@ -1,4 +1,4 @@
-"""`relax engines` with a real gateway; the controller is a thread of the test."""
+"""Tests `relax engines` with a real gateway. The controller is a thread of the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 120.0
 
 
 class Controller:
-    """Advances the book's orders; an order for four engines fails, and with ``slow`` no order ends."""
+    """Advances the orders in the order book. An order for four engines fails, and with ``slow`` no order ends."""
 
     def __init__(self, order_store: EngineOrderStore) -> None:
         self.slow = threading.Event()
@@ -168,7 +168,7 @@ def test_a_gateway_that_starts_again_answers_a_request_once(run: tuple[Path, Con
             try:
                 again = client.ask("POST", "/rollout/scale_in", {"num_replicas": 1}, key="k")
                 break
-            except GatewayUnreachable:  # on a loaded machine it starts more slowly than the command's timeout
+            except GatewayUnreachable:  # on a loaded machine the start takes longer than the timeout
                 assert time.monotonic() < deadline
     finally:
         checking.set()

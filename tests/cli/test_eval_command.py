@@ -1,4 +1,4 @@
-"""Tests the arguments of `relax eval`, and evaluations of a built-in model, of its folder, and with several engines."""
+"""Tests the arguments of `relax eval`, and evaluations of a built-in model, of a folder, and with several engines."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_settings_that_cannot_be_are_told(
         (5, (), range(5)),
         (5, ("eval.rows=3",), range(3)),
         (5, ("eval.sets={own: null}",), range(5)),
-        (5, ("data.eval_size=2", "eval.rows=2"), (3, 4)),  # the rows that a run would hold out
+        (5, ("data.eval_size=2", "eval.rows=2"), (3, 4)),  # a run would hold out these rows
         (300, ("eval.rows=2",), (44, 45)),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_file_with_too_few_rows_to_hold_some_out_is_evaluated_whole(
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines share the prompts of the second evaluation; its result must not depend on the engine of a prompt."""
+    """Two engines share the prompts of the second evaluation. The result must not depend on the engine of a prompt."""
     sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
     results = {}
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
@@ -105,7 +105,7 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
         (str(folder), ("engine.count=2", "model.dtype=float32", "rollout.max_new_tokens=8")),
     ):
         out = tmp_path / Path(target).name
-        if more:  # a folder with a file of the user is not changed
+        if more:  # a folder with a user's file is not changed
             out.mkdir()
             (out / "answers.jsonl").write_text("precious")
         assert evaluated(target, f"run.dir={out}", *sampled, *more) == 0
@@ -127,7 +127,7 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
 def test_images_and_videos_are_evaluated_and_bad_ones_are_no_wrong_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder of a plug-in family, with a set in the folder of its files; two prompts have the same image."""
+    """Uses a plug-in family's folder, and a set next to its media files. Two prompts have the same image."""
     shown = tmp_path / "shown"
     shutil.copytree(files_folder() / "train", shown)
     (shown / "cut.png").write_bytes((shown / "red-00.png").read_bytes()[:60])

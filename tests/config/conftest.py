@@ -1,4 +1,4 @@
-"""Fixtures with files that a configuration may point to."""
+"""Fixtures that make files for configurations."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SHAPE = {
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """Makes a Hugging Face folder with the checked files: config.json, the weights' header, a tokenizer."""
+    """Makes a Hugging Face folder with the files that Relax checks: config.json, the weights' header, a tokenizer."""
     return write_folder(tmp_path / "model", SHAPE | {"model_type": "qwen3"})
 
 
 @pytest.fixture
 def other_families(tmp_path: Path) -> dict[str, Path]:
-    """Makes such a folder for every family except Qwen3 and Qwen3-MoE, by family name."""
+    """Makes a folder like `model_folder` for every family except Qwen3 and Qwen3-MoE, by family name."""
     dense = [SHAPE | {"model_type": family} for family in ("llama", "mistral", "qwen2")]
     every = [*dense, *map(tiny_config, VISION_NAMES)]
     return {values["model_type"]: write_folder(tmp_path / values["model_type"], values) for values in every}
@@ -48,7 +48,7 @@ def other_families(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def mixture_folder(tmp_path: Path) -> Path:
-    """Makes such a folder for a mixture of experts."""
+    """Makes a folder like `model_folder` for a mixture of experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     return write_folder(tmp_path / "mixture", SHAPE | experts | {"model_type": "qwen3_moe"})
 
@@ -66,7 +66,7 @@ def write_folder(folder: Path, values: dict[str, Any]) -> Path:
 
 
 def write_header(path: Path, values: dict[str, Any]) -> None:
-    """Writes a weight file of zeros as a sparse file."""
+    """Writes a sparse weight file of zeros."""
     specs: list[TensorSpec] = []
     end = 0
     for weight in stored_weights(folder_architecture(path.parent, family=values["model_type"])):

@@ -1,4 +1,4 @@
-"""The list of banned tokens: its sources, and tokens that it must not contain."""
+"""Tests the list of banned tokens: its sources, and tokens that it must not contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.preflight import CHECKS, banned_token_problems
 
 @pytest.fixture
 def with_media(model_folder: Path) -> list[str]:
-    """Returns overrides of a model whose tokenizer and config.json name media tokens."""
+    """Returns overrides of a model with media tokens in its tokenizer and config.json."""
     added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 5, "content": "<|im_end|>"}]
     vocabulary = {f"word {number}": number for number in range(100) if number not in (5, 7)}
     (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
@@ -96,7 +96,7 @@ def test_a_folder_that_does_not_tell_its_media_tokens_is_refused(
 def test_ids_for_which_the_tokenizer_has_no_text_are_banned(
     with_media: list[str], model_folder: Path, as_list: bool
 ) -> None:
-    """Of 100 rows, the tokenizer lacks those at the end and, if its vocabulary is a mapping, some in between."""
+    """Of 100 rows, the tokenizer lacks the last rows. If its vocabulary is a mapping, it lacks some more rows."""
     added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 90, "content": "<|im_end|>"}]
     vocabulary: Any = {f"word {number}": number for number in range(90) if number not in (7, 30, 31)}
     if as_list:

@@ -1,4 +1,4 @@
-"""The command line in a real process."""
+"""Tests the command line in a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML in conf/ composes, validates, and explains its values."""
+"""Tests that every YAML file in conf/ composes, is valid, and explains its values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
-GAME = ["model.task=number_guess", "engine.context_length=2048"]  # for an env that has its own rows and reward
+GAME = ["model.task=number_guess", "engine.context_length=2048"]  # for envs with rows and reward of their own
 TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "clearml": "clearml", "all_offline": "clearml"}  # make test-trackers
@@ -53,7 +53,7 @@ def test_every_option_runs(
         "env=mcp",
     ):
         pytest.importorskip(option)
-    if option == "reasoning_gym" and (refusal := worker_refusal()):  # its reward runs only in the sandbox
+    if option == "reasoning_gym" and (refusal := worker_refusal()):  # the reward needs the sandbox
         pytest.skip(refusal)
     if group == "reward" and option in NEEDS:
         pytest.importorskip(NEEDS[option])
@@ -97,7 +97,7 @@ def test_every_option_runs(
         "env=mcp": ["env.servers.sum.command=python sum_server.py", "reward=math", "data=arithmetic", *TOOLS],
         "env=verifiers": ["env.taskset=gsm8k", "reward=env", "data=seeds", *TOOLS],
         "env=openenv": ["env.url=http://127.0.0.1:1", "reward=env", *TOOLS],
-        "env=python": ["env.sandbox=none"],  # this machine may not support the sandbox
+        "env=python": ["env.sandbox=none"],  # the machine may not support the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],
         "reward=env": ["env=number_guess"],
@@ -211,4 +211,4 @@ def test_every_number_has_a_range() -> None:
     config = compose([])
     values = {key: OmegaConf.select(config, key) for section in section_types() for key in section_keys(section)}
     numbers = {key for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    assert numbers | {"seed", "engine.context_length"} == set(RANGES)  # the last default is null
+    assert numbers | {"seed", "engine.context_length"} == set(RANGES)  # engine.context_length has the default null

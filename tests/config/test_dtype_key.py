@@ -1,4 +1,4 @@
-"""Tests the choice of ``model.dtype=auto``, and that the settled configuration contains the choice."""
+"""Tests the choice by ``model.dtype=auto``, and that the settled configuration contains the choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd {} svebf16x\nCPU part\t: 0xd40\n"
     [
         (X86.format("avx512_bf16"), False, "bfloat16"),
         (X86.format("amx_tile amx_bf16"), False, "bfloat16"),
-        (X86.format("avx512_vnni avx512_bf16_x"), False, "float32"),  # only the flags of a processor count
+        (X86.format("avx512_vnni avx512_bf16_x"), False, "float32"),  # only complete flags count, not longer names
         (ARM.format("i8mm bf16"), False, "bfloat16"),
         (ARM.format("i8mm"), False, "float32"),
         ("", False, "float32"),

@@ -1,4 +1,4 @@
-"""Mistakes of a user: each error names key, value and fix."""
+"""Tests mistakes of a user: each error names key, value and fix."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
 
 
 def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_problem(tmp_path: Path) -> None:
-    """The folders above run.dir may disappear at any moment, for example when another run ends or is deleted."""
+    """Folders above run.dir may disappear at any moment, for example when another run ends or is deleted."""
     above = tmp_path / "runs"
     above.mkdir()
     config = load_config([f"run.dir={above}/name/now"])

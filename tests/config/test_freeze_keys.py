@@ -1,4 +1,4 @@
-"""Tests `model.freeze` and `optimizer.tower_lr` against the parts that a model has."""
+"""Tests that `model.freeze` and `optimizer.tower_lr` accept only parts that the model has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a run with a gateway that are refused before anything starts."""
+"""Tests settings of a run with a gateway that are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed overrides: paths, common traps, names from other trainers, and the user's own files."""
+"""Tests typed overrides: paths, common traps, names from other trainers, and the user's own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every invalid key of images and videos is refused with key, value and fix."""
+"""Tests that every invalid setting of images and videos is refused with key, value and fix."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from relax_core.contracts.media import MediaError, MediaSource
 
 @st.composite
 def mixes(draw: st.DrawFn) -> dict[str, float]:
-    """Draws shares in hundredths of one to four modalities, which sum to 1."""
+    """Draws shares in hundredths for one to four modalities. They sum to 1."""
     names = draw(st.lists(st.sampled_from(MODALITIES), min_size=1, max_size=4, unique=True))
     cuts = draw(st.lists(st.integers(1, 99), min_size=len(names) - 1, max_size=len(names) - 1, unique=True))
     ends = [0, *sorted(cuts), 100]

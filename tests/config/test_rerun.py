@@ -1,4 +1,4 @@
-"""A run is repeated from its folder, with overrides."""
+"""Tests that a run can be repeated from its folder, with overrides."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_repeated_is_said(folder: Path, tmp_path: Path, capsys: p
     assert told(str(folder)).startswith(f"{file} is not the configuration of a run.")
     file.write_text("a: [1\n")
     assert told(str(folder)).startswith(f"{file}: not valid YAML")
-    file.write_text(text.replace("clip_grad:", "clip_gradient:"))  # as written by another version of Relax
+    file.write_text(text.replace("clip_grad:", "clip_gradient:"))  # as if another version of Relax had written it
     assert run(rerun_line([str(folder)]), lambda config: pytest.fail("it started")) == 2
     assert "in the run's config.yaml: optimizer.clip_gradient is not a key." in capsys.readouterr().err
     file.write_text(text.replace("urls: []", "urls: ['http://<redacted>@host:1']"))

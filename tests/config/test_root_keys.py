@@ -1,4 +1,4 @@
-"""Every saved config.yaml and script depends on the root keys, so a change must be deliberate."""
+"""Fixes the root keys, because every saved config.yaml and script depends on them: a change must be deliberate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_groups_are_frozen() -> None:
 
 
 def test_the_number_of_keys_only_falls() -> None:
-    """Each plug-in has its own settings, which are counted once per kind."""
+    """Each plug-in has its own settings. They are counted once per kind of plug-in."""
     core = {*known_keys(), *launcher_keys()} - set(KINDS)
     own = {
         f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)

@@ -1,4 +1,4 @@
-"""Settings with engine=sglang that are refused before anything starts."""
+"""Tests settings with engine=sglang that are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_interpreter_without_sglang_is_said(tmp_path: Path) -> None:
 
 
 def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path) -> None:
-    """SGLang would load its weights, and then wait for a processor that it does not have."""
+    """SGLang would load the weights of this family, and then wait for a processor that SGLang lacks."""
     file = tmp_path / "qwen9_vl.py"
     file.write_text(
         "import dataclasses\nfrom relax_core.families.builtin_families import QWEN3_VL\n"

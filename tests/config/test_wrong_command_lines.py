@@ -1,4 +1,4 @@
-"""Wrong command lines of new users: each is refused with the key and the correct form, and none starts."""
+"""Tests wrong command lines of new users: each is refused with the key and the correct form before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.config.hydra_overrides import CommandLine
 from relax_core.preflight import CHECKS, settle
 
 ROWS = "data.path=ROWS model.task=arithmetic data.eval_size=1 eval.rows=1 rollout.prompts_per_step=2"
-# The line as typed in a shell, and the key and the correct form that the message must name.
+# The line as typed in a shell, then the key and the correct form that the message must contain.
 LINES = [
     # typing errors in keys
     ("run.stesp=3", "run.stesp", "run.steps"),
@@ -65,7 +65,7 @@ LINES = [
     ("model.freeze=[embedding]", "model.freeze", "vision"),
     ("notify.events=[done]", "notify.events", "finished"),
     ("engine=sglang engine.urls=http://x:1", "engine.urls", '["http://x:1"]'),
-    # out of range, or beyond the values of any real run
+    # out of range, or beyond the values of every real run
     ("rollout.top_p=1.5", "rollout.top_p=1.5", "at most 1"),
     ("rollout.temperature=0", "rollout.temperature=0", "at least"),
     ("algo.group_size=1", "algo.group_size=1", "2 or more"),
@@ -136,7 +136,7 @@ LINES = [
     ("mine.yaml", "mine.yaml", "--config-dir FOLDER experiment=mine"),
     ("mine/experiment/own.yaml", "own.yaml", "--config-dir mine experiment=own"),
     ("--config-dir /nowhere experiment=own", "--config-dir /nowhere", "no such folder"),
-    # a second table, written only from the docs before the messages were known
+    # A second table. It was written only from the docs, before the messages were known.
     ("optimizer.lr=inf", "optimizer.lr=inf", "finite"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),
     ("rollout.max_new_tokens=100000", "rollout.max_new_tokens=100000", "Lower rollout.max_new_tokens"),
@@ -192,7 +192,7 @@ LINES = [
     ("data.paths=[gone.jsonl] model.task=arithmetic", "data.paths", "gone.jsonl: no such file"),
     ("eval.sets.mine=gone.jsonl", "eval.sets.mine", "gone.jsonl: no such file"),
 ]
-# The same for the other commands, which write to stderr.
+# The same for the other commands. They write to stderr.
 COMMAND_LINES = [
     ("eval tiny_qwen3 optimizer.lr=1e-6", "optimizer.lr=1e-6", "Drop it"),
     ("eval tiny_qwen3 plan=true", "plan=true", "Drop it"),
@@ -222,7 +222,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(words: Sequence[str]) -> None:
-    CommandLine.of(words)  # refuses flags, which load_config does not expect
+    CommandLine.of(words)  # refuses flags, because load_config does not expect them
     load_config(words, checks=CHECKS, settle=settle)
 
 

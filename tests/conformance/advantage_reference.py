@@ -1,7 +1,7 @@
-"""Advantages in plain Python floats (float64) without torch, from the papers and independent of our code.
+"""Computes advantages in plain Python floats (float64) without torch, from the papers and independent of our code.
 
 Samples and settings have the format of `reference`. A group has ``samples`` and ``rewards``, one reward per sample.
-With turns it also has ``turns``, one list per sample; a turn has its number of ``tokens``, its ``reward`` and its
+With turns a group also has ``turns``, one list per sample. A turn has its number of ``tokens``, its ``reward`` and its
 ``state``.
 """
 
@@ -32,7 +32,7 @@ def advantages(algorithm: str, config: Config, groups: Sequence[Mapping[str, Any
 
 
 def _mean_weight(config: Config, samples: Sequence[Sample]) -> float:
-    """Returns the mean weight of all trained tokens, or of all samples with a trained token if each has one weight."""
+    """Returns the mean weight of trained tokens, or of samples with trained tokens if a sample has one weight."""
     counted = []
     for sample in samples:
         trained = [t for t, is_trained in enumerate(sample["mask"]) if is_trained]
@@ -58,8 +58,8 @@ def _whitened(
 
 
 def returns(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns the critic's target for every token of a group: the advantage before whitening, with the λ of the
-    returns, plus the value."""
+    """Returns the critic's target for every token of a group: the value plus the advantage before whitening, with the λ
+    of returns."""
     return [
         [
             a + v
@@ -72,10 +72,10 @@ def returns(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
 
 
 def _earned(group: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Returns the rewards of each sample by the index of the token that gets them.
+    """Returns the rewards of each sample by the index of the rewarded token.
 
-    The last trained token of a turn gets the turn's reward; for a turn without a trained token, the last trained token
-    before it. Without turns the sample's last trained token gets its reward.
+    The last trained token of a turn gets the turn's reward. For a turn without trained tokens, the last earlier trained
+    token gets the reward. Without turns, the sample's last trained token gets the sample's reward.
     """
     found = []
     for place, sample in enumerate(group["samples"]):
@@ -92,10 +92,10 @@ def _earned(group: Mapping[str, Any]) -> list[dict[int, float]]:
 
 
 def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns GiGPO's advantages: those of the episodes plus the weighted advantages of turns in equal states.
+    """Returns GiGPO's advantages: the episodes' advantages plus the weighted advantages of turns in equal states.
 
-    A turn's key is its sample and its number. Its return is R_t = Σ_k γ^(k-t) r_k over this turn and later turns. Turns
-    in equal states are then compared like the samples of a group, with their returns as rewards.
+    The key of a turn is (sample, turn number). The return of a turn is R_t = Σ_k γ^(k-t) r_k over this turn and later
+    turns. Turns in equal states are compared like the samples of a group, with the returns as rewards.
     """
     of_episodes = _of_episodes(algorithm, config, group)
     own_returns: dict[tuple[int, int], float] = {}
@@ -125,7 +125,7 @@ def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> lis
 
 
 def group_advantages(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns the advantages of every token of every sample of a group, before normalisation over the step."""
+    """Returns the advantages of every token of every sample of a group, before normalization over the step."""
     form = _with_gigpo if config.get("credit") == "gigpo" else _of_episodes
     return form(algorithm, config, group)
 
@@ -145,7 +145,7 @@ def _of_episodes(algorithm: str, config: Config, group: Mapping[str, Any]) -> li
 
 
 def _compared(algorithm: str, config: Config, rewards: Sequence[float]) -> list[float]:
-    """Returns the algorithm's advantages for compared ``rewards``: the rewards of episodes, or the returns of turns."""
+    """Returns the algorithm's advantages for ``rewards`` to compare: rewards of episodes, or returns of turns."""
     if algorithm == "rloo":
         return _against_the_others(config, rewards)
     if config.get("pass_k", 1) > 1:
@@ -158,7 +158,7 @@ def _compared(algorithm: str, config: Config, rewards: Sequence[float]) -> list[
 
 
 def _shaped_rewards(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[float]:
-    """Returns each sample's reward less its KL if that is part of the reward; DAPO also punishes its length."""
+    """Returns each sample's reward, minus its KL if the reward includes the KL. DAPO also punishes the length."""
     rewards = [
         reward - math.fsum(charges(config, sample))
         for reward, sample in zip(group["rewards"], group["samples"], strict=True)
@@ -176,8 +176,8 @@ def _punishment(config: Config, sample: Sample) -> float:
 
 
 def _discounted(config: Config, reward: float, sample: Sample) -> list[float]:
-    """Returns REINFORCE++'s discounted sums for each token: the reward at the last trained token, less the KL of each
-    trained token; γ applies per trained token."""
+    """Returns REINFORCE++'s discounted sum for each token: the reward at the last trained token, minus the KL of each
+    trained token. γ applies per trained token."""
     charged, gamma, out = charges(config, sample), config["gamma"], []
     for t in range(len(sample["mask"])):
         later = [u for u in range(t, len(sample["mask"])) if sample["mask"][u]]
@@ -187,7 +187,7 @@ def _discounted(config: Config, reward: float, sample: Sample) -> list[float]:
 
 
 def _against_the_others(config: Config, rewards: Sequence[float]) -> list[float]:
-    """Returns RLOO's advantages, with NeMo-RL's division by the standard deviation of the other rewards."""
+    """Returns RLOO's advantages. NeMo-RL's variant divides by the standard deviation of the other rewards."""
     values = []
     for i, reward in enumerate(rewards):
         other_rewards = [other_reward for j, other_reward in enumerate(rewards) if j != i]
@@ -201,7 +201,7 @@ def _against_the_others(config: Config, rewards: Sequence[float]) -> list[float]
 
 
 def _pass_at_k(config: Config, rewards: Sequence[float]) -> list[float]:
-    """Returns the advantages of pass@k training by enumeration: each subset of k samples has its best reward."""
+    """Returns the advantages of pass@k training by enumeration: the reward of k samples is their best reward."""
     subsets = list(itertools.combinations(range(len(rewards)), min(config["pass_k"], len(rewards))))
     scores = [max(rewards[i] for i in subset) for subset in subsets]
     mean = math.fsum(scores) / len(scores)
@@ -216,7 +216,7 @@ def _pass_at_k(config: Config, rewards: Sequence[float]) -> list[float]:
 
 
 def charges(config: Config, sample: Sample) -> list[float]:
-    """Returns each token's KL penalty, which is subtracted from the reward."""
+    """Returns each token's KL penalty. It is subtracted from the reward."""
     if config["kl_coef"] == 0 or config["kl_placement"] != "reward":
         return [0.0] * len(sample["mask"])
     old = sample["rollout_logprobs"] if config["old_logprobs"] != "actor_fwd" else sample["old_logprobs"]
@@ -231,7 +231,7 @@ def charges(config: Config, sample: Sample) -> list[float]:
 def _generalized_advantages(
     config: Config, earned: Mapping[int, float], sample: Sample, *, of_returns: bool
 ) -> list[float]:
-    """Returns GAE as a sum and not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
+    """Returns GAE as a sum, without recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
     trained = [t for t, is_trained in enumerate(sample["mask"]) if is_trained]
     charged = charges(config, sample)
     rewards = [-charged[t] + earned.get(t, 0.0) for t in trained]

@@ -1,4 +1,4 @@
-"""Turns the cases of a vector file into the inputs of our algorithms."""
+"""Converts the cases of a vector file to the inputs of our algorithms."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from relax_core.contracts.algorithm import (
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
-TOPS = ("top_logprobs", "teacher_top_logprobs")  # of distillation: one list per token
+TOPS = ("top_logprobs", "teacher_top_logprobs")  # keys of distillation: one list per token
 
 
 def read(algorithm: str) -> dict[str, Any]:
-    """Returns the cases of an algorithm; advantage cases have several groups, but those of distillation one."""
+    """Returns the cases of an algorithm. Advantage cases have several groups; for distillation they have one group."""
     loaded: dict[str, Any] = json.loads((VECTORS / f"{algorithm}.json").read_text(encoding="utf-8"))
     for case in loaded["advantages"] if algorithm == "distill" else []:
         group = {name: case.pop(name) for name in ("rewards", "samples", "turns") if name in case}
@@ -35,7 +35,7 @@ def read(algorithm: str) -> dict[str, Any]:
 
 
 def config_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmConfig:
-    """Returns the settings of a case; its file also has values for settings that are constants now."""
+    """Returns the settings of a case. The file also has values of settings that are constants now."""
     config = find_algorithm(algorithm).config
     known = {field.name for field in dataclasses.fields(config)}
     assert case["config"].get("std_epsilon") == getattr(config, "std_epsilon", None)
@@ -51,7 +51,7 @@ def sample_ids(samples: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def loss_inputs(samples: Sequence[Mapping[str, Any]], *, config: Any, dtype: torch.dtype) -> LossInputs:
-    """Returns the inputs of a loss; ``old_logprobs`` are the engine's if the setting says so, as in the trainer."""
+    """Returns the inputs of a loss. As in the trainer, a setting selects the engine's log-probs as ``old_logprobs``."""
     rollout = flat(samples, "rollout_logprobs", dtype)
     return LossInputs(
         logprobs=flat(samples, "logprobs", dtype).requires_grad_(),
@@ -97,7 +97,7 @@ def advantage_inputs(group: Mapping[str, Any], *, config: Any) -> AdvantageInput
 
 
 def group_turns(group: Mapping[str, Any]) -> GroupTurns:
-    """Returns the turns of a group; without any, each sample is one turn."""
+    """Returns the turns of a group. In a group without turns, each sample is one turn."""
     samples, rewards = group["samples"], group["rewards"]
     one_each = [
         [{"tokens": len(sample["mask"]), "reward": reward, "state": None}]
@@ -114,7 +114,7 @@ def group_turns(group: Mapping[str, Any]) -> GroupTurns:
 
 
 def totals(samples: Sequence[Mapping[str, Any]]) -> StepTotals:
-    """Returns the step's counts, without samples that have no trained token."""
+    """Returns the step's counts. Leaves out samples without a trained token."""
     return StepTotals(
         tokens=sum(sum(sample["mask"]) for sample in samples),
         samples=sum(any(sample["mask"]) for sample in samples),

@@ -1,9 +1,9 @@
-"""Distillation in plain Python floats (float64) over full vocabularies; writes its golden vectors.
+"""Computes distillation in plain Python floats (float64) over full vocabularies, and writes its golden vectors.
 
 python -m tests.conformance.distill_reference
 
-A sample has the format of `reference`, plus ``teacher_logprobs`` of the sampled tokens, and ``top_logprobs`` and
-``teacher_top_logprobs`` at the teacher's top-k tokens, one list per token.
+A sample has the format of `reference`. It also has ``teacher_logprobs`` of the sampled tokens, and one list per token
+of ``top_logprobs`` and ``teacher_top_logprobs`` at the teacher's top-k tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def kl(left: Sequence[float], right: Sequence[float]) -> float:
-    """Returns KL(left ‖ right) of probabilities; a bucket with probability 0 on the left adds 0."""
+    """Returns KL(left ‖ right) of probabilities. A bucket with probability 0 on the left adds 0."""
     return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(left, right, strict=True) if a > 0)
 
 
@@ -76,7 +76,7 @@ def divergence(student_top: Sequence[float], teacher_top: Sequence[float], form:
 def losses(
     config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
 ) -> list[list[float]]:
-    """Returns the loss of every token before aggregation; gradients are with respect to ``live`` and ``live_top``."""
+    """Returns the loss of every token before aggregation. Gradients are with respect to ``live`` and ``live_top``."""
     policy = reference.losses("grpo", config, samples, live)  # PPO's clip and the KL to the reference
     if not config["form"].startswith("topk_"):
         return policy
@@ -101,7 +101,7 @@ def _step_loss(config: Config, samples: Sequence[Sample], live: Any, top: Any) -
 
 
 def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
-    """Returns the loss's gradients for the student's sampled and top log-probs, by central differences."""
+    """Returns the loss's gradients for the student's sampled log-probs and top log-probs, by central differences."""
 
     def at(i: int, t: int, k: int | None, by: float) -> float:
         live = [list(sample["logprobs"]) for sample in samples]
@@ -126,7 +126,7 @@ def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) 
 
 
 def advantages(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
-    """Returns -λ (log π_S - log π_T) plus the group's advantage, or less the KL penalty; 0 for ``topk_…``."""
+    """Returns -λ (log π_S - log π_T) plus the group's advantage or minus the KL penalty. Returns 0 for ``topk_…``."""
     samples: Sequence[Sample] = group["samples"]
     if config["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]
@@ -171,7 +171,7 @@ def vectors() -> dict[str, Any]:
         config = defaults | changes
         SPEC.check(DistillConfig(**{key: value for key, value in config.items() if key not in FIXED}))
         source = random.Random(f"distill loss {seed}")
-        while True:  # until no kink of the clip lies within the finite differences
+        while True:  # draws until the finite differences contain no kink of the clip
             samples = make_samples(source, top_k=config["top_k"])
             found, again = gradients(config, samples), gradients(config, samples, step=5e-5)
             rows = zip(found["gradient"], again["gradient"], strict=True)

@@ -46,8 +46,8 @@ FOR_ALL: list[dict[str, Any]] = [
     {**ACTOR_FWD, "rejection": {"seq_mean_k3": [0, 0.03]}},
     {"rejection": {"token_ratio": [0.7, 1.4]}},
 ]
-TURNS = "episodes of several turns"  # of a case, not a setting
-WIDE = "spread of the log-probs"  # of a case, not a setting: log-ratios so large that a clamp acts
+TURNS = "episodes of several turns"  # property of a case, not a setting
+WIDE = "spread of the log-probs"  # property of a case, not a setting: log-ratios are large, so a clamp acts
 KL_CASES: list[dict[str, Any]] = [
     {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "abs"},
     {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3_clamped", WIDE: 4.0},
@@ -75,9 +75,9 @@ REJECTION_CASES: list[dict[str, Any]] = [
         {**ACTOR_FWD, "rejection": {f"{scope}_difference": [-0.05, 0.06]}}
         for scope in ("token", "seq_sum", "seq_mean", "seq_any")
     ),
-    # Token weights without truncation; a sample is kept if its geometric mean is in a narrow range.
+    # Token weights without truncation. The rule keeps a sample if its geometric mean is in a narrow range.
     {**ACTOR_FWD, "correction_low": 0.0, "correction_high": 1e9, "rejection": {"seq_mean_ratio": [0.9, 1.15]}},
-    # Truncated token weights, and a veto: a token with a too low ratio rejects its whole sample.
+    # Truncated token weights, and a veto: a token with a too low ratio rejects the complete sample.
     {**ACTOR_FWD, "correction_low": 0.0, "rejection": {"seq_any_ratio": [0.65, 1e9]}},
     {**ACTOR_FWD, "correction": "none", "rejection": {"token_ratio": [0.5, 1.2], "seq_mean_k3": [0, 0.05]}},
     {**ACTOR_FWD, "correction": "tis_normalized", "rejection": {"token_k3": [0, 0.05]}},
@@ -91,7 +91,7 @@ TRUST_REGION_CASES: list[dict[str, Any]] = [
     {"trust_region": "probability", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
     {**ACTOR_FWD, "trust_region": "probability", "clip_low": 0.05, "clip_high": 0.05},
 ]
-LATER: dict[str, list[dict[str, Any]]] = {  # after all other cases, so that the seeds of those do not change
+LATER: dict[str, list[dict[str, Any]]] = {  # after all other cases, because their seeds must not change
     "grpo": KL_CASES + REJECTION_CASES + TRUST_REGION_CASES,
     "ppo": TRUST_REGION_CASES[:1],
     "cispo": [
@@ -167,7 +167,7 @@ BY_TURN: dict[str, list[dict[str, Any]]] = {  # also after all other cases
         {TURNS: True, "gae_alpha": 0.4, "gae_lambda": 1.0},
     ],
 }
-LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo reads them from the run
+LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo takes them from the run
 VALUE: list[dict[str, Any]] = [
     {},
     {"value_clip": 0.0},
@@ -178,14 +178,14 @@ ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # the number of updates per batch
 
 
 def rounded(values: Any) -> Any:
-    """Rounds to twelve significant digits; a difference quotient of the reference has about nine."""
+    """Rounds to twelve significant digits. A difference quotient of the reference has about nine digits."""
     return [rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.12g}")
 
 
 def make_samples(
     source: random.Random, lengths: tuple[int, ...], *, spread: float, advantages: bool
 ) -> list[dict[str, Any]]:
-    """Returns samples with some masked tokens, one of them wholly masked; ``spread`` is the range of the log-probs."""
+    """Returns samples with some masked tokens, and one masked sample. ``spread`` is the range of the log-probs."""
     samples = []
     for place, length in enumerate(lengths):
         base = [source.uniform(-3.0, -0.5) for _ in range(length)]
@@ -208,7 +208,7 @@ def make_samples(
 
 
 def loss_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str, Any]:
-    """Draws inputs until no kink of the loss lies within the finite differences."""
+    """Draws inputs until the finite differences contain no kink of the loss."""
     source = random.Random(seed)
     spread = config.pop(WIDE, 0.5)
     if algorithm == "gspo" and config["clip_low"] < 0.01 and seed % 2:
@@ -233,7 +233,7 @@ def loss_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str,
 
 
 def value_case(config: dict[str, Any], *, seed: int) -> dict[str, Any]:
-    """Draws values on both sides of the clip's range, none within the finite differences of its edge or of a tie."""
+    """Draws values inside and outside the clip's range, such that finite differences contain no edge and no tie."""
     source = random.Random(seed)
     samples = []
     for sample in make_samples(source, LENGTHS, spread=0.5, advantages=True):
@@ -261,7 +261,7 @@ def numbers(source: random.Random, count: int, low: float, high: float) -> list[
 
 
 def make_turns(source: random.Random, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the group with one to three turns per sample, in few states; the turns' rewards sum to the sample's."""
+    """Returns the group with one to three turns per sample, in few states. Turn rewards sum to the sample's reward."""
     turns = []
     for sample in group["samples"]:
         left, own = len(sample["mask"]), []
@@ -306,13 +306,13 @@ def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict
 
 
 def settings_of(config: type[Any]) -> dict[str, Any]:
-    """Returns all settings of a case: the defaults, and those that are constants now."""
+    """Returns all settings of a case, including defaults and settings that are constants now."""
     fixed = {"skip_without_advantage": True}
     return asdict(config()) | fixed | ({"std_epsilon": config.std_epsilon} if hasattr(config, "std_epsilon") else {})
 
 
 def vectors(algorithm: str) -> dict[str, Any]:
-    """Returns all cases of an algorithm; every case has all settings, so that none depends on a default."""
+    """Returns all cases of an algorithm. Every case has all settings, so no case depends on a default."""
     spec = find_algorithm(algorithm)
     defaults = settings_of(spec.config)
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
@@ -334,7 +334,7 @@ def vectors(algorithm: str) -> dict[str, Any]:
 
 
 def render(algorithm: str) -> str:
-    """Returns JSON with one case per line, so that a diff shows which case changed."""
+    """Returns JSON with one case per line. A diff then shows the changed cases."""
     made = vectors(algorithm)
 
     def lines(key: str) -> str:

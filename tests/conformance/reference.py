@@ -1,9 +1,9 @@
-"""The algorithms' formulas in plain Python floats (float64) without torch, from the papers, independent of our code.
+"""Implements the algorithms in plain Python floats (float64) without torch, from the papers, independent of our code.
 
 A sample is a dict of lists with one entry per response token: ``mask`` (1 = trained), ``advantages``, ``logprobs``,
 ``old_logprobs``, ``rollout_logprobs``, ``reference_logprobs``; with an entropy bonus also ``entropy``, with a critic
 ``values``, and in the cases of the critic's loss ``old_values`` and ``returns``. Terms under a stop-gradient in the
-papers are computed from the sample's ``logprobs``; the gradient is with respect to the log-probs ``live``.
+papers use the sample's ``logprobs``. The gradient is with respect to the log-probs ``live``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 Sample = Mapping[str, Sequence[float]]
 Config = Mapping[str, Any]
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "reinforce_pp", "ppo")
-LIMIT = 20.0  # of log-ratios
+LIMIT = 20.0  # clamp of log-ratios
 
 
 def clamp(value: float, low: float, high: float) -> float:
@@ -32,7 +32,7 @@ def kl(x: float, estimator: str) -> float:
 
 
 def kl_term(config: Config, *, live: float, frozen: float, old: float, reference: float) -> float:
-    """Returns the KL as a loss; ``frozen`` is the log-prob under a stop-gradient."""
+    """Returns the KL as a loss. ``frozen`` is the log-prob under a stop-gradient."""
     x, held = log_ratio(live, reference), log_ratio(frozen, reference)
     estimator = config["kl_estimator"]
     if config["kl_placement"] == "loss_times_ratio":
@@ -51,7 +51,7 @@ def sigmoid(x: float) -> float:
 def losses(
     algorithm: str, config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """Returns the loss of every token before aggregation; 0 for untrained tokens."""
+    """Returns the loss of every token before aggregation. Untrained tokens have 0."""
     return [_sample_losses(algorithm, config, sample, new) for sample, new in zip(samples, live, strict=True)]
 
 
@@ -84,7 +84,7 @@ def _sample_losses(algorithm: str, config: Config, sample: Sample, live: Sequenc
         elif algorithm == "gspo" and len(set(weights.values())) == 1:
             # The paper's sequence form: one ratio with the gradient of every token.
             value = _clipped(math.exp(sum(moved.values()) / len(trained)), a, config)
-        elif algorithm == "gspo":  # the paper's token form (GSPO-token), which supports a weight per token
+        elif algorithm == "gspo":  # the paper's token form (GSPO-token) supports a weight per token
             value = _clipped(math.exp(-since_old) * math.exp(live[t] - frozen[t]), a, config)
         elif config["trust_region"] != "ratio":
             value = _unclipped(math.exp(moved[t]), a, config)
@@ -120,7 +120,7 @@ def _unclipped(ratio: float, a: float, config: Config) -> float:
 
 
 def _moved_too_far(difference: float, a: float, config: Config) -> bool:
-    """Returns whether a token is masked: DPPO masks further moves in the advantage's direction, IPO all large moves."""
+    """Returns whether a token is masked. DPPO masks large moves in the advantage's direction, IPO all large moves."""
     up, down = difference > config["clip_high"], difference < -config["clip_low"]
     if config["trust_region"] == "probability_both":
         return up or down
@@ -128,7 +128,7 @@ def _moved_too_far(difference: float, a: float, config: Config) -> bool:
 
 
 def _rejected(config: Config, pairs: Mapping[int, tuple[float, float]]) -> set[int]:
-    """Returns the trained tokens that a rule leaves out; ``pairs``: token → the trainer's log π, the engine's log μ."""
+    """Returns the trained tokens that a rule leaves out. ``pairs``: token → (trainer's log π, engine's log μ)."""
     rho = {t: math.exp(log_ratio(trainer, engine)) for t, (trainer, engine) in pairs.items()}
     statistics: dict[str, dict[int, float]] = {
         "ratio": rho,
@@ -178,7 +178,7 @@ def weights_of(config: Config, rho: Mapping[int, float]) -> dict[int, float]:
 
 
 def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Sequence[float]]) -> float:
-    """Returns the step's loss over samples with a trained token, as each aggregation's paper defines it."""
+    """Returns the step's loss over samples with a trained token, by the definition in the aggregation's paper."""
     kept = [
         ([x for x, is_trained in zip(values, sample["mask"], strict=True) if is_trained])
         for sample, values in zip(samples, per_token, strict=True)
@@ -192,7 +192,7 @@ def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Seq
 
 
 def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> list[list[float]]:
-    """Returns the gradient of the step's loss for each log-prob; values under a stop-gradient stay fixed."""
+    """Returns the gradient of the step's loss for each log-prob. Values under a stop-gradient stay fixed."""
 
     def loss(moved: Sequence[Sample]) -> float:
         return step_loss(config, samples, losses(algorithm, config, samples, [sample["logprobs"] for sample in moved]))
@@ -203,7 +203,7 @@ def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step:
 def differences(
     samples: Sequence[Sample], name: str, loss: Callable[[Sequence[Sample]], float], *, step: float = 1e-5
 ) -> list[list[float]]:
-    """Returns the gradient for each entry of the samples' lists ``name``, by central differences of fourth order."""
+    """Returns the gradient for each entry of the sample lists ``name``, by central differences of fourth order."""
 
     def at(i: int, t: int, by: float) -> float:
         row = list(samples[i][name])
@@ -230,8 +230,8 @@ def entropy_gradient(algorithm: str, config: Config, samples: Sequence[Sample]) 
 
 # -- the critic -----------------------------------------------------------------------------------------------------
 def value_losses(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """Returns for every token half the larger squared error: of the value, or of the value clipped around its old
-    value; 0 for untrained tokens."""
+    """Returns for every token half the larger squared error of two: the value, and the value clipped around its old
+    value. Untrained tokens have 0."""
     out = []
     for sample in samples:
         row = [0.0] * len(sample["mask"])

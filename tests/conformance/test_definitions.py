@@ -1,4 +1,4 @@
-"""Properties of the KL placements, corrections, rejection rules, trust regions and advantages for any input."""
+"""Tests properties of KL placements, corrections, rejection rules, trust regions and advantages for any input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ patient = settings(deadline=None)  # the first call may wait for a busy machine
 
 # -- the KL as a loss -------------------------------------------------------------------------------------------------
 def _expected_gradient(logits: Tensor, old: Tensor, reference: Tensor, **choice: str) -> tuple[float, list[float]]:
-    """Returns the mean loss and its gradient over the whole vocabulary, weighted by the old policy's probabilities."""
+    """Returns mean loss and gradient over the complete vocabulary, weighted by the old policy's probabilities."""
     live = logits.clone().requires_grad_()
     loss = F.kl_loss(
         logprobs=live.log_softmax(-1),
@@ -75,7 +75,7 @@ def test_the_gradient_of_k2_under_any_value_is_that_of_the_kl_on_policy(
 
 
 def test_plain_k3_has_another_gradient() -> None:
-    """The placements loss_times_ratio and loss_k2_gradient exist for this reason."""
+    """The KL placements loss_times_ratio and loss_k2_gradient exist for this reason."""
     logits, target = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2]), torch.tensor([-1.0, 0.3, 1.0, 0.0, 0.1])
     got = _expected_gradient(logits, logits, target, estimator="k3", placement="loss")[1]
     assert got != pytest.approx(_whole_kl(logits, target)[1], rel=0.1)
@@ -116,7 +116,7 @@ def test_where_trainer_and_engine_agree_nothing_is_rejected_and_every_weight_is_
 
 @pytest.mark.parametrize("rule", F.REJECTION_RULES)
 def test_a_rule_by_hand(rule: str) -> None:
-    """Two samples of two tokens, and a masked one: ρ = 2 and 1/2 in the first, 1 and 1.25 in the second."""
+    """Two samples of two tokens and a masked token: ρ = 2 and 1/2 in the first sample, 1 and 1.25 in the second."""
     ratios = torch.tensor([2.0, 0.5, 1.0, 1.25, float("nan")])
     engine = torch.tensor([0.25, 0.5, 0.5, 0.4, 0.1])
     reduction, _, statistic = rule.rpartition("_")
@@ -152,7 +152,7 @@ def test_a_rule_by_hand(rule: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_policy_loss_is_proportional_to_its_advantages(algorithm: str) -> None:
-    """Therefore division of the advantages by a step's mean weight divides the weights of any algorithm."""
+    """So dividing the advantages by a step's mean weight divides the weights of any algorithm."""
     spec = find_algorithm(algorithm)
     for case in cases.read(algorithm)["loss"]:
         config = dataclasses.replace(cases.config_of(algorithm, case), kl_coef=0.0, entropy_coef=0.0)
@@ -233,7 +233,7 @@ def test_a_probability_that_moved_too_far_is_not_moved_on(new: float, old: float
 @given(right=st.integers(1, 7), wrong=st.integers(1, 7), k=st.integers(1, 6))
 @patient
 def test_pass_at_k_is_the_papers_closed_form_for_right_and_wrong_answers(right: int, wrong: int, k: int) -> None:
-    """Arxiv 2508.10751: the mean and the std of the subsets' rewards, and the advantages of right and wrong answers."""
+    """Arxiv 2508.10751: mean and std of the subsets' rewards, and the advantages of right and of wrong answers."""
     count = right + wrong
     assume(k < count)
     mean = 1 - math.comb(wrong, k) / math.comb(count, k)

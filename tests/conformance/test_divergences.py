@@ -1,4 +1,4 @@
-"""Properties of distillation's divergences for any two distributions; test_vectors.py tests the golden vectors."""
+"""Tests properties of distillation's divergences for any distributions. test_vectors.py tests the golden vectors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_with_the_whole_vocabulary_it_is_the_full_kl_and_else_less(
     for name, left, right in (("forward", p, q), ("reverse", q, p)):
         full = float((left.exp() * (left - right)).sum())
         assert divergence(whole, name) == pytest.approx(full, rel=1e-4, abs=5e-5)
-        # float32 gives a tail of 1e-6 to within a tenth; this error times the tail's weight is the divergence's error
+        # in float32 a tail of 1e-6 has an error of a tenth; this error times the tail's weight is the divergence's
+        # error
         slack = 0.2 if float(1 - part[1].exp().sum()) < 1e-4 else 1e-3
         assert divergence(part, name) <= full * (1 + 1e-3) + slack
 
@@ -72,7 +73,7 @@ def test_mixed_and_jsd_are_what_their_names_say(student: list[float], teacher: l
 
 @pytest.mark.parametrize("name", F.TOP_K_DIVERGENCES)
 def test_an_empty_tail_gives_finite_values_and_gradients(name: str) -> None:
-    """All the mass, or a little more by rounding, is on the top tokens of one side, of the other, or of both."""
+    """On one side or on both sides, all mass (or a little more by rounding) is on the top tokens."""
     full, over = torch.tensor([0.0, -100.0]), torch.tensor([6e-8, -100.0])
     rest = torch.tensor([-0.7, -3.0])
     for student, teacher in ((full, rest), (rest, full), (over, over), (full, torch.tensor([-100.0, 0.0]))):
@@ -89,7 +90,7 @@ def test_an_empty_tail_gives_finite_values_and_gradients(name: str) -> None:
 
 
 def test_the_gradient_by_the_students_logits_is_that_of_the_full_kl() -> None:
-    """The gradient of the forward KL over the whole vocabulary is q - p."""
+    """The gradient of the forward KL over the complete vocabulary is q - p."""
     torch.manual_seed(0)
     student, teacher = torch.randn(6, VOCABULARY, requires_grad=True), torch.randn(6, VOCABULARY)
     top = teacher.log_softmax(-1).topk(VOCABULARY)
@@ -104,7 +105,7 @@ def test_the_gradient_by_the_students_logits_is_that_of_the_full_kl() -> None:
 
 
 def test_the_log_ratio_as_a_loss_has_no_mean_gradient_as_an_advantage_it_has_that_of_the_kl() -> None:
-    """The mean is over all tokens, weighted by their probability under the student."""
+    """The mean is over all tokens, weighted by the student's probabilities."""
     torch.manual_seed(1)
     student, teacher = torch.randn(VOCABULARY, requires_grad=True), torch.randn(VOCABULARY)
     logprobs, wanted = student.log_softmax(-1), teacher.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Properties of the algorithms for any input; test_vectors.py tests the golden vectors."""
+"""Tests properties of the algorithms for any input. test_vectors.py tests the golden vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ patient = settings(deadline=None)  # the first call may wait for a busy machine
 
 
 def _group(rewards: Tensor) -> AdvantageInputs:
-    """Returns a group whose samples have one token each."""
+    """Returns a group of samples with one token each."""
     count = len(rewards)
     return AdvantageInputs(
         rewards=rewards,
@@ -38,11 +38,11 @@ def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
     return spec.advantages(_group(rewards), spec.config())  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # its baseline is the critic
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # the critic is PPO's baseline
 @given(eighths=EIGHTHS, shift=st.integers(-64, 64))
 @patient
 def test_a_constant_added_to_all_rewards_changes_nothing(algorithm: str, eighths: list[int], shift: int) -> None:
-    rewards = torch.tensor(eighths) / 8  # eighths are exact, so the shift is too
+    rewards = torch.tensor(eighths) / 8  # eighths are exact, so the shift is exact, too
     torch.testing.assert_close(
         _of_group(algorithm, rewards + shift / 8), _of_group(algorithm, rewards), rtol=1e-5, atol=2e-6
     )

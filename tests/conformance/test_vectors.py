@@ -1,4 +1,4 @@
-"""Compares our algorithms with the golden vectors, and the vectors with the reference that they come from."""
+"""Compares our algorithms with the golden vectors, and the golden vectors with the reference that wrote them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_value_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: to
     assert (inputs.values.grad / denominator).tolist() == pytest.approx(joined(expected["gradient"]), **close)
     pairs = zip(joined(expected["gradient"]), inputs.loss_mask.tolist(), strict=True)
     held = sum(trained and value == 0.0 for value, trained in pairs)
-    assert float(outputs.metric_sums["clip"][0]) == held  # the clip's share is that of tokens without a gradient
+    assert float(outputs.metric_sums["clip"][0]) == held  # the clip share counts tokens without a gradient
 
 
 @pytest.mark.parametrize(("algorithm", "case"), VALUE_CASES)
@@ -157,7 +157,7 @@ def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
 
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES_OF_REFERENCE)
 def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[str, Any]) -> None:
-    """The finite differences have another step and another order than the generator's."""
+    """These finite differences have another step size and another order than the generator's differences."""
     config, samples, step = case["config"], case["samples"], 2e-6
     for i, sample in enumerate(samples):
         for t, expected in enumerate(case["expected"]["gradient"][i]):
@@ -220,14 +220,14 @@ def assert_alike(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
 def test_the_vectors_reach_every_branch(algorithm: str) -> None:
-    """Vectors that never clip would let a wrong clip pass."""
+    """With vectors that never clip, a wrong clip would pass."""
     shares: dict[str, float] = {}
     for case in cases.read(algorithm)["loss"]:
         config = cases.config_of(algorithm, case)
         inputs = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
         for name, (total, _) in find_algorithm(algorithm).loss(inputs, config).metric_sums.items():
             shares[name] = shares.get(name, 0.0) + float(total)
-    unused = {"clip_low", "clip_high"} if algorithm == "sapo" else set()  # a ratio near e^±1 keeps half its weight
+    unused = {"clip_low", "clip_high"} if algorithm == "sapo" else set()  # SAPO's weight is soft, not clipped
     assert all(
         shares[name] > 0
         for name in {"clip_low", "clip_high", "tis_cut", "opsm_cut", "rejected", "reference_kl"} - unused

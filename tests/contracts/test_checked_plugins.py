@@ -170,7 +170,7 @@ def test_a_denominator_is_above_0(came: Any) -> None:
 
 
 class TurnsEnv(BaseInteractionEnv):
-    """Returns the results that the test gives it."""
+    """An env that returns the results of the test."""
 
     def __init__(self, came: Any) -> None:
         self.came = came
@@ -293,7 +293,7 @@ ROW = {"prompt": [{"role": "user", "content": "p"}], "answer": "a", "extra": {"b
 
 
 def changes(row: Any) -> list[Any]:
-    """Changes a data row, as a careless plug-in may do, and returns its messages."""
+    """Changes a data row, like a careless plug-in, and returns the row's messages."""
     row["prompt"].append({"role": "assistant", "content": "x"})
     row["extra"]["board"].clear()
     row["new"] = 1

@@ -1,4 +1,4 @@
-"""Child processes: their modules, their first answer, the cause of a failure, and the end of the process tree."""
+"""Tests child processes: their modules, their first message, the cause of a failure, the end of the process tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a working folder with modules named like those of Python."""
+    """Makes a working folder with modules that have names of Python's modules."""
     for name in ("types", "random", "math", "statistics", "ray"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the working folder')")
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_a_log_is_read_behind_what_it_had_before(tmp_path: Path) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Yields a function that starts a program from its source text; its processes end with the test."""
+    """Yields a function that starts a program from its source text. The processes end with the test."""
     started: list[Child] = []
 
     def start_child(program: str, **options: Any) -> Child:

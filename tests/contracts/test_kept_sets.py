@@ -1,4 +1,4 @@
-"""Tests the encoding of kept sets: it is lossless, never longer than a bitmask, and reports wrong data."""
+"""Tests the encoding of kept sets: it is lossless, at most as long as a bitmask, and reports wrong data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB = 100  # a bitmask has 4 words
 
 
 def random_sets(vocab: int, tokens: int, seed: int) -> tuple[np.ndarray, list[int]]:
-    """Returns sets of one to all tokens, ``[tokens, vocab]``, and a token in each."""
+    """Returns sets with one to all tokens, ``[tokens, vocab]``, and one token of each set."""
     random = np.random.default_rng(seed)
     sampled = random.integers(0, vocab, tokens)
     mask = random.random((tokens, vocab)) < random.choice([0.0, 0.02, 0.3, 1.0], (tokens, 1))

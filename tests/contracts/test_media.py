@@ -1,4 +1,4 @@
-"""Tests rotary positions against the published rule, an item's file, the short form, and refused trees."""
+"""Compares rotary positions with the published rule. Also tests an item's file, the short form, and refused trees."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.trees import answers_tree
 
 
 class Drawn(NamedTuple):
-    """Holds a random tree, its paths and items, and each row: None for text, else (frame, y, x, height, width)."""
+    """Holds a random tree, its paths and items, and for each row None (text) or (frame, y, x, height, width)."""
 
     rows: list[tuple[int, int, int, int, int] | None]
     ids: list[int]
-    paths: list[list[int]]  # of each leaf
+    paths: list[list[int]]  # one path per leaf
     parents: list[int]
     media: list[Media]
 
 
 @st.composite
 def trees_with_media(draw: st.DrawFn) -> Drawn:
-    """Draws a forest whose segments hold text, images and videos."""
+    """Draws a forest with segments of text, images and videos."""
     tree = Drawn([], [], [], [], [])
     frame = iter(range(10_000))
 
@@ -81,7 +81,7 @@ def trees_with_media(draw: st.DrawFn) -> Drawn:
 
 
 def published(rows: list[tuple[int, int, int, int, int] | None]) -> list[tuple[int, int, int]]:
-    """Computes a path's positions by Qwen3-VL's published rule: rows after a frame begin after its largest position."""
+    """Computes a path's positions by Qwen3-VL's published rule: rows after a frame start after its largest position."""
     found: list[tuple[int, int, int]] = []
     following, begin, frame = 0, 0, None
     for row in rows:
@@ -128,7 +128,7 @@ def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_onc
     positions, following = rotary_of_sequence(len(path), media)
     wanted = published([tree.rows[row] for row in [*path]] + [None])
     assert positions.T.tolist() == [list(position) for position in wanted[:-1]] and following == wanted[-1][0]
-    # The short form by hand: every row outside of items, and one placeholder at each item's first row.
+    # The expected short form: every row outside items, and one placeholder at each item's first row.
     by_start = {medium.start: medium for medium in media}
     inside = {row for medium in media for row in range(medium.start, medium.end)}
     short: list[int] = []
@@ -177,7 +177,7 @@ def picture_tree() -> tuple[TokenTree, MediaItem]:
 def test_a_tree_with_an_item_where_it_belongs_is_taken() -> None:
     tree, _ = picture_tree()
     check_tree(tree)
-    check_tree(replace(tree, token_ids=np.full(tree.rows, -1, np.int32)))  # decoded without its ids
+    check_tree(replace(tree, token_ids=np.full(tree.rows, -1, np.int32)))  # a tree that was decoded without token ids
 
 
 @pytest.mark.parametrize(

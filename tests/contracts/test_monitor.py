@@ -1,4 +1,4 @@
-"""The monitor's loop: the times of its checks, the effects of findings and errors, and concurrent work."""
+"""Tests the monitor's loop: the times of its checks, the effects of findings and errors, and concurrent work."""
 
 from __future__ import annotations
 

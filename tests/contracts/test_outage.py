@@ -1,4 +1,4 @@
-"""Outages are distinguished from other errors, waited out within a limit, and logged at their start and end."""
+"""Tests outages: detection, the wait for their end with a time limit, and log lines at their start and end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_other_errors_are_none(error: Exception) -> None:
 
 
 class Disk:
-    """An action that raises these errors, one in each call, and then succeeds."""
+    """An action that raises these errors, one per call, and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)

@@ -1,4 +1,4 @@
-"""A command writes only to new paths: existing files and folders of the user do not change."""
+"""Tests that a command writes only to new paths: existing files and folders of the user do not change."""
 
 from __future__ import annotations
 

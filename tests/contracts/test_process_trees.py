@@ -73,7 +73,7 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
 
 
 def test_processes_of_a_replaced_owner_are_killed_and_those_of_its_successor_stay() -> None:
-    """The end of the first owner was not noticed: its successor started before the next check."""
+    """The check misses the end of the first owner, because the successor starts before the next check."""
     with (
         subprocess.Popen(["sleep", "600"]) as first,
         subprocess.Popen(["sleep", "600"]) as left,

@@ -1,4 +1,4 @@
-"""Requests to loopback use no proxy, and an error by a proxy names the proxy."""
+"""Tests that requests to loopback use no proxy, and that errors from a proxy name the proxy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.contracts.host_network import exempt_loopback_from_proxy, is_loo
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers each request with its path."""
+    """Answers each request with the request's path."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -21,7 +21,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(self.path.encode())
 
     def log_message(self, *words: object) -> None:
-        """Prints nothing."""
+        """Prints no log lines."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests how a process with a user's code handles stop signals, in a separate process."""
+"""Tests how a process with user code handles stop signals. Each case runs in a separate process."""
 
 from __future__ import annotations
 

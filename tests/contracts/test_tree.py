@@ -1,4 +1,4 @@
-"""Tests the token tree against its definition by brute force: visibility, tokens, parts, refusals and columns."""
+"""Compares the token tree with its definition by brute force: visibility, tokens, parts, refusals and columns."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ VOCABULARY = 32
 
 @st.composite
 def forests_by_parent(draw: st.DrawFn) -> list[int]:
-    """Draws the parent of each row in depth-first order, any row on the path of the previous row; -1 at a root."""
+    """Draws the parent of each row in depth-first order: any row on the previous row's path, or -1 for a root."""
     parents = [-1]
     for _ in range(draw(st.integers(0, 30))):
         path, row = [-1], len(parents) - 1
         while row >= 0:
             path.append(row)
             row = parents[row]
-        # Mostly the previous row, so that there are chains.
+        # Mostly the previous row, to get chains.
         parents.append(len(parents) - 1 if draw(st.integers(0, 2)) else draw(st.sampled_from(path)))
     return parents
 
 
 def ends_of(parents: list[int]) -> np.ndarray:
-    """Returns int32 ``[rows]``: the row after the last row with this row on its path."""
+    """Returns for each row the first row after its subtree, int32 ``[rows]``."""
     end = np.arange(1, len(parents) + 1, dtype=np.int32)
     for row in range(len(parents)):
         above = row
@@ -110,7 +110,7 @@ def test_tokens_are_pairs_of_an_episode_and_a_sampled_row(seed: int, roots: int)
     values, advantages = tree.of_tokens("values"), tree.of_tokens("advantages")
     assert values is not None and advantages is not None and tree.of_tokens("no_such_extra") is None
     assert values.tolist() == [float(tree.extras["values"][row]) for _, row in pairs]
-    assert advantages is tree.extras["advantages"]  # per token of an episode, not per row
+    assert advantages is tree.extras["advantages"]  # one entry per token of an episode, not per row
 
 
 def test_rows_that_episodes_share_and_several_segments_are_among_the_trees_of_these_tests() -> None:
@@ -200,14 +200,14 @@ def test_columns_give_back_the_tree_and_are_read_where_they_lie(seed: int, roots
 
 @pytest.mark.parametrize("answers", [1, 16])
 def test_the_trunk_is_in_the_columns_once(answers: int) -> None:
-    """Token, end, version and log-prob take 4 bytes per row each, the loss mask 1, and an episode less than 200."""
+    """Per row, token, end, version and log-prob take 4 bytes each, the loss mask 1. An episode takes under 200."""
     prompt, tokens = 4096, 64
     random = np.random.default_rng(0)
     ids = random.integers(0, 150_000, prompt), random.integers(0, 150_000, answers * tokens)
     tree = answers_tree("g00000000", ids[0], [tokens] * answers, ids[1], versions=7)
     columns = c.encode_tree(tree)
     rows = prompt + answers * tokens
-    assert c.payload_bytes(columns) - len(columns[c.EPISODES]) == 17 * rows + 1  # no media: one byte
+    assert c.payload_bytes(columns) - len(columns[c.EPISODES]) == 17 * rows + 1  # the media column takes one byte
     assert len(columns[c.EPISODES]) < 200 * answers
 
 
@@ -286,7 +286,7 @@ def test_log_probs_of_rows_that_nothing_sampled_say_nothing() -> None:
 
 
 def test_an_answer_without_a_token_is_refused() -> None:
-    """Otherwise it would get the tokens of the previous branch."""
+    """Otherwise the answer would get the tokens of the previous branch."""
     with pytest.raises(ValueError, match=r"group g0: episode g0\.1 has a turn without a token"):
         check_tree(answers_tree("g0", [7, 8], [3, 0], [1, 2, 3]))
 
@@ -301,7 +301,7 @@ def test_whoever_has_the_same_rows_computes_nothing_twice() -> None:
 
 
 def test_an_episode_may_end_where_another_goes_on() -> None:
-    """A shorter episode's leaf is on the path of a longer episode; alone it has no rows after its leaf."""
+    """The leaf of a shorter episode is on the path of a longer episode. Alone, the shorter episode ends at its leaf."""
     tree = answers_tree("g0", [7, 8], [4], [1, 2, 3, 4], logprobs=[-1.0, -2.0, -3.0, -4.0])
     short = Episode("g0.1", [3], 0.5, {}, [Turn(2, 4, "engine-0", [(0, 2)], "stop")], "stop")
     both = dataclasses.replace(tree, episodes=[*tree.episodes, short])

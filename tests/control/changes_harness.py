@@ -1,4 +1,4 @@
-"""Helpers for tests of engine changes: real Ray actors as owners and rollout workers, and the real health check."""
+"""Helpers for tests of engine changes: Ray actors as fake owners and rollout workers, and the real health check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Owner:
-    """Stands for an engine's owner, whose engine serves the version that the test sets."""
+    """A fake engine owner. The test sets the version that its engine serves."""
 
     def __init__(self, name: str) -> None:
         self._told: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
@@ -46,7 +46,7 @@ class Owner:
 
 @ray.remote(num_cpus=0)
 class Rollout:
-    """Stands for a rollout worker with as many open samples in an engine as the test sets."""
+    """A fake rollout worker. The test sets the number of its open samples in an engine."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -59,7 +59,7 @@ class Rollout:
 
 
 class Services:
-    """Stands for the services that engine changes and the health check use."""
+    """Fake services for engine changes and the health check."""
 
     def __init__(self) -> None:
         self.owners: dict[str, Any] = {"engine-0": Owner.remote("engine-0")}  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ class Services:
 
 
 class Run:
-    """Holds the engine changes of an attempt and their services; the test advances their clock."""
+    """Holds the engine changes of an attempt and the services. The test advances the clock."""
 
     def __init__(self, folder: Path) -> None:
         self.now, self.difference = 0.0, ""
@@ -102,7 +102,7 @@ class Run:
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
-        """Begins an attempt with the current engines, whose owners are killed first."""
+        """Kills the engine owners and begins an attempt with the current engines."""
         for name in self.services.dispensable():
             ray.kill(self.services.owners.pop(name))
         folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ class Run:
         self.versions.replace(LATEST, manifest)
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
-        """Stands for the probe; its result is immediate and set by the test."""
+        """Fakes the probe. The test sets the result, which is available at once."""
         self.compared.append((url, reference))
         self.attached.append(attached)
         found: Future[str] = Future()

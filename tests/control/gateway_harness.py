@@ -1,4 +1,4 @@
-"""Runs the supervisor's checks on a gateway that a test has started."""
+"""Runs the supervisor's checks of a gateway that a test has started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def look_after(process: GatewayProcess) -> None:
 
 
 def until_up(process: GatewayProcess) -> None:
-    """Checks a gateway until it has reported its address."""
+    """Runs the check until the gateway has reported its address."""
     deadline = time.monotonic() + DEADLINE_S
     while not process.is_up:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A real supervisor with controllers that run a test case: ``python -m tests.control.supervised_cases FOLDER CASE``."""
+"""Runs a real supervisor. Its controllers run a test case: ``python -m tests.control.supervised_cases FOLDER CASE``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def always_killed(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: S
 
 
 def exits_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    """Exits like Ray's code in a process that lost its GCS."""
+    """Exits like Ray's code in a process that has lost Ray's GCS."""
     if attempt.number == 0:
         os._exit(1)
     print(attempt.causes, flush=True)
@@ -105,7 +105,7 @@ def loses_ray_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: 
 
 
 def lacks_descriptors_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    """Executes a real run, without a free file descriptor at the first attempt."""
+    """Executes a real run. The first attempt has no free file descriptor."""
     print(attempt.causes, flush=True)
     if attempt.number:
         return 7
@@ -150,7 +150,7 @@ def fails(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Superviso
 
 def returns_3(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     (folder / "ready").write_text(str(os.getpid()))
-    with (folder / "own").open("w") as own:  # the closed stream's descriptor must not be reused
+    with (folder / "own").open("w") as own:  # otherwise the closed stream's descriptor would be reused
         print("printed", flush=True)
         print("printed", file=sys.stderr, flush=True)
         subprocess.run(["echo", "echoed"], check=True)
@@ -161,7 +161,7 @@ def returns_3(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Super
 def trains_until_stopped(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.report_trained()
     code = _await_stop(folder, supervisor)
-    for _ in range(1000):  # more than a pipe's buffer
+    for _ in range(1000):  # more than fits into a pipe's buffer
         print("a long farewell " * 10)
         print("a long farewell " * 10, file=sys.stderr)
     (folder / "checkpoint").touch()

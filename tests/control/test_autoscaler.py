@@ -1,4 +1,4 @@
-"""The autoscaler on traces of load, and with a real order book."""
+"""Tests the autoscaler on load traces, and with a real order book."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WINDOW_S, COOLDOWN_S = 60.0, 120.0
 def counts(demand: Callable[[int], float], *, seconds: int, engines: int, lost: int = -1) -> list[int]:
     """Returns the number of engines in each second of a run that needs ``demand(second)`` engines.
 
-    With fewer, the trainer waits and samples queue in engines; with more, engines are idle in turns. An engine is lost
-    in second ``lost``.
+    With fewer engines, the trainer waits and samples queue in engines. With more engines, some engines are idle,
+    alternately. An engine is lost in second ``lost``.
     """
     rules, window = ScaleRules(least=1, most=6, cooldown_s=COOLDOWN_S), SignalWindow(WINDOW_S)
     seen = []
@@ -89,7 +89,7 @@ def test_a_window_tells_nothing_before_it_is_full() -> None:
 
 
 class Scaled:
-    """Holds the autoscaler of a run with one engine; the test advances the clock."""
+    """Holds the autoscaler of a run with one engine. The test advances the clock."""
 
     def __init__(self, folder: Path) -> None:
         config = load_config(["engine.max_running_samples=16"], settle=settle)
@@ -123,7 +123,7 @@ def scaled(tmp_path: Path) -> Scaled:
 
 
 def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(scaled: Scaled) -> None:
-    """SGLang moves samples out of its queue and back, so that the queue may look empty."""
+    """SGLang moves samples out of its queue and back, so the queue may look empty."""
     scaled.order_store.enable_autoscaler(True)
     scaled.pass_seconds(70, wait_ms=500.0, waiting=0, cache_share=0.80)
     last = scaled.order_store.last_decision

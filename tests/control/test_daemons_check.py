@@ -1,4 +1,4 @@
-"""The check of Ray's daemons, on real processes in their place that die or freeze."""
+"""Tests the check of Ray's daemons. Real processes that die or freeze replace the daemons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines join and leave an attempt of the services."""
+"""Tests how engines join and leave an attempt of the services."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_engine_that_leaves_finishes_its_samples_or_hands_them_on(run: Run) -
     ray.get(run.services.rollouts[1].owe.remote(3))
     run.changes.leave(first, at_once=True)
     assert run.states()[first] == "moving"
-    run.now += 11.0  # more than MOVE_S: removed although a rollout worker still has open samples
+    run.now += 11.0  # more than MOVE_S: the engine is removed although a rollout worker still has open samples
     run.tick_until("it is not removed", lambda: run.services.removed == [second, first])
 
 

@@ -1,4 +1,4 @@
-"""Orders in the book are executed on real Ray actors, by a controller and by its successor."""
+"""Tests that a controller and its successor execute the orders in the order book, on real Ray actors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULTS = {"timeout_secs": 600.0, "partial": "rollback_all"}
 
 
 class Ordered:
-    """Holds the orders of a run; the test ticks in place of the controller."""
+    """Holds the orders of a run. The test calls `tick` in place of the controller."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run = run
@@ -68,7 +68,7 @@ class Ordered:
             record=lambda step, values: records.append((step, dict(values))),
             add_decoding=lambda step, engines: None,
         )
-        for _ in range(2):  # once a train step
+        for _ in range(2):  # once per train step
             numbers.record(self.run.health.beats, step=step)
         ((recorded, found),) = records
         assert recorded == step
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
 
 
 def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Path) -> None:
-    """A controller is lost after it has written the servers' numbers; its successor uses the same numbers."""
+    """A controller is lost after it has written the servers' numbers. The next controller uses the same numbers."""
     body = {"timeout_secs": 600.0, "partial": "rollback_all"}
     place = partial(ordered.order_store.place, "scale_out", queues=True)
     asked = (["http://h:1", "http://h:2"], ["http://h:3"], ["http://h:4"])
@@ -223,7 +223,7 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
 
 
 def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:
-    """A controller is lost right after it has written its intent, and again while an engine joins."""
+    """A controller is lost right after it has written its intent. The next controller is lost while an engine joins."""
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
     ordered.order_store.move(ordered.order(out), "CREATING", engines=[1])
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Two real engines are compared: an engine with another dtype is refused, and versions must be equal."""
+"""Tests the comparison of two real engines: an engine with another dtype is refused, and versions must be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run reads its event log: all metrics, the first and newest answers, and the rows that were left out."""
+"""Tests what the end of a run reads from the event log: all metrics, the first and newest answers, left out rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway under a real supervisor: it survives a controller, restarts after its death, and ends with the run."""
+"""Tests the gateway of a real supervisor: it survives a controller, restarts after a death, and ends with the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def eventually(what: str, true: Callable[[], bool]) -> None:
 
 
 def test_a_gateway_that_does_not_start_ends_the_run_in_words(tmp_path: Path) -> None:
-    """No port can be bound at an address that this machine does not have."""
+    """The gateway cannot bind a port, because this machine does not have the address."""
     process = start(
         tmp_path, supervised_cases.dies_when_told_and_then_waits, "gateway=local", "gateway.host=198.51.100.7"
     )
@@ -86,7 +86,7 @@ def test_the_gateway_outlives_its_controller_and_its_own_death_and_ends_with_the
 
 
 def test_a_run_without_a_gateway_imports_no_web_framework() -> None:
-    """The gateway itself imports neither Ray nor torch."""
+    """The gateway itself does not import Ray or torch."""
     code = "import sys; import {}; print([name for name in {} if name in sys.modules])"
     for module, forbidden in {
         "relax_core.control.supervisor": ("fastapi", "uvicorn"),

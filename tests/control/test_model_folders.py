@@ -1,4 +1,4 @@
-"""Model folders of teachers and judges: their checks, and the deadline for making built-in models."""
+"""Tests the model folders of teachers and judges: their checks, and the timeout for making built-in models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def student() -> Path:
 
 @pytest.fixture
 def student_copy(student: Path, tmp_path: Path) -> Path:
-    """Copies the student, so that a test can change the copy."""
+    """Copies the student model. A test may change the copy."""
     folder = tmp_path / "other"
     shutil.copytree(student, folder)
     return folder
@@ -88,7 +88,7 @@ def test_another_tokenizer(student_copy: Path, student: Path) -> None:
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
     assert "its token ids are not those of the model that learns" in text
     assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
-    # The built-in student is made first, and the problem is found with it.
+    # The built-in student is made first. The check then finds the problem with this student.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
         teacher_folders(load_config(["algo=distill", f"algo.teachers.default={student_copy}"]), student=student)
 
@@ -126,7 +126,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     lines[280]["source"] = "held out, so nobody asks"
     rows.write_text("\n" + "".join(json.dumps(line) + "\n" for line in lines))
     keys = ("data=file", f"data.path={rows}", "model.task=reverse_digits", "data.eval_size=256", "eval.rows=10")
-    # 300 - 256 rows are trained on; the file's first line is blank.
+    # The run trains on 300 - 256 rows. The file's first line is blank.
     line = f"row 41: {rows}, line 43: source='art' is none of the teachers: default."
     config = load_config(["algo=distill", *keys, "algo.teacher_key=source"], checks=CHECKS)
     assert [text[: len(line)] for text in summarize_data(config).named] == [line]
@@ -143,7 +143,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
 @pytest.mark.parametrize("served_by", ["forward", "engine"])
 @pytest.mark.parametrize("form", ["pure", "topk_forward"])
 def test_truncated_sampling_and_a_teacher_go_together(form: str, served_by: str) -> None:
-    """The teacher normalises over the same kept tokens as the student."""
+    """The teacher normalizes over the same kept tokens as the student."""
     keys = ["algo=distill", f"algo.form={form}", f"algo.served_by={served_by}"]
     load_config([*keys, "rollout.top_p=0.9", "rollout.top_k=20"], checks=CHECKS)
 

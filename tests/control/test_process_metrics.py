@@ -1,4 +1,4 @@
-"""The recorded metrics of processes and engines."""
+"""Tests the recorded metrics of processes and engines."""
 
 from __future__ import annotations
 

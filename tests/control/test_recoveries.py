@@ -42,7 +42,7 @@ def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_
 
 
 def test_the_file_is_whole_at_every_moment(tmp_path: Path) -> None:
-    """A controller may be killed while it writes; a process with the file open reads the earlier content to its end."""
+    """A controller may be killed while it writes. A process with the open file reads the earlier content completely."""
     file = tmp_path / "recoveries.json"
     recoveries = Recoveries(file, report=lambda text: None)
     recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
@@ -60,5 +60,5 @@ def test_a_controller_that_follows_a_killed_one_knows_the_earlier_ones(tmp_path:
     assert second.as_records() == []
     second.load()
     assert second.as_records() == first.as_records()
-    second.step_done()  # open recoveries of the killed controller are closed for its successor
+    second.step_done()  # its successor closes the open recoveries of the killed controller
     assert second.as_records()[0]["seconds"] is None

@@ -1,4 +1,4 @@
-"""Checkpoints from which a run resumes, and refused checkpoints."""
+"""Tests the choice of the checkpoint for a resume, and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_all_steps_done_may_be_resumed_and_more_may_not(config: RelaxConfig) -> 
 
 
 def damage(file: Path, harm: str) -> None:
-    """Damages a checkpoint: flips one bit, truncates a file to its half, removes it, or changes a digit of its step."""
+    """Damages a checkpoint: flips a bit, truncates a file to half, removes a file, or changes a digit of the step."""
     data = file.read_bytes()
     if harm == "remove":
         file.unlink()
@@ -121,7 +121,7 @@ def damage(file: Path, harm: str) -> None:
 def test_a_checkpoint_that_is_not_whole_is_left_for_the_newest_that_is(
     config: RelaxConfig, name: str, harm: str
 ) -> None:
-    """resume=auto reports the skipped checkpoint and the reason; a named checkpoint is refused."""
+    """resume=auto reports the skipped checkpoint and the reason. A damaged checkpoint is refused if it is named."""
     write_checkpoint(Path(config.run.dir), 5)
     older = write_checkpoint(Path(config.run.dir), 10, snapshot=b"of 10")
     newest = write_checkpoint(Path(config.run.dir), 20)
@@ -208,7 +208,7 @@ def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) 
 
 
 def test_a_resume_with_an_automatic_dtype_keeps_that_of_the_run(config: RelaxConfig) -> None:
-    """The checkpoint comes from a machine with another kind of processor."""
+    """The checkpoint was written on a machine with another kind of processor."""
 
     def resumed(dtype: str) -> ResumePoint | None:
         overrides = [f"run.dir={config.run.dir}", "resume=auto", f"model.dtype={dtype}"]
@@ -304,7 +304,7 @@ def test_a_resumed_run_keeps_the_date_of_its_chat_template(config: RelaxConfig) 
     other_config = replace(config, data=replace(config.data, template_date="2026-11-29"), resume="auto")
     with pytest.raises(ValueError, match=r"data.template_date was 2026-11-28, is 2026-11-29"):
         find_resume_point(other_config)
-    write_checkpoint(Path(config.run.dir), 20, config=config)  # by a version of Relax without the key
+    write_checkpoint(Path(config.run.dir), 20, config=config)  # a version of Relax without the key wrote it
     point = find_resume_point(replace(config, resume="auto"))
     assert point is not None and point.template_date is None
 

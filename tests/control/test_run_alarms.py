@@ -1,4 +1,4 @@
-"""Notifications of a run reach a real receiver: one message for each event, a repetition after a while, and its end."""
+"""Tests the notifications of a run with a real receiver: one message per event, reminders, and the event's end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_each_event_is_one_message(tmp_path: Path, told: Message, monkeypatch: p
 
 
 def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Message) -> None:
-    """Orders that failed earlier are reported, too; orders that are open at the end of the run are not."""
+    """Orders that failed earlier are reported, too. Orders that are still open at the run's end are not reported."""
     run = alarms(tmp_path, told, clock=Clock())
     book = EngineOrderStore(tmp_path / "run")
 
@@ -163,7 +163,7 @@ def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path
 
 
 def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told: Message) -> None:
-    """A run without a shadow has no actor/hack_onset."""
+    """A run without a shadow reward has no metric actor/hack_onset."""
     run = alarms(tmp_path, told, f"notify.rules=[{', '.join(PRESETS)}]", clock=Clock())
     run.add_records(record(step, reward=1.0) for step in range(2 * UNKNOWN_RECORDS))
     assert [line for line in run.take_lines() if "notify.rules" in line] == []
@@ -181,7 +181,7 @@ def test_only_the_chosen_events_are_told(tmp_path: Path, told: Message) -> None:
 def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each condition is reported once, and again only after it had ended; a resume resets the count."""
+    """Each condition is reported once, and again only if it ends and returns. A resume resets the count."""
     rules = ("actor/truncated >= 1 for 3 steps", "actor/groups_without_signal > 0.5 for 2 steps")
     monkeypatch.setattr(run_alarms, "SIGNAL_RULES", rules)
 

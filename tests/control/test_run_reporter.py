@@ -1,4 +1,4 @@
-"""The user's view of a run follows the event log and reports failing trackers."""
+"""Tests that the user's view of a run follows the event log and reports failing trackers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
 
         show(0)
         assert [record.step for record in view.records] == [0, 1, 2]
-        for _ in range(3):  # one report a step
+        for _ in range(3):  # one report per step
             show(1, stale=2)
         show(2, stale=2, reward_failed=5)
 

@@ -1,4 +1,4 @@
-"""The Serve deployments of roles return the status of their workers."""
+"""Tests that the Serve deployments of roles return the status of their workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 120.0
 
 @ray.remote(num_cpus=0)
 class Named:
-    """A worker with its name as its status."""
+    """A worker that returns its name as status."""
 
     def __init__(self, name: str) -> None:
         self._name = name

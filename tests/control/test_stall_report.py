@@ -1,4 +1,4 @@
-"""Stall detection, and the wait graph of workers."""
+"""Tests stall detection and the wait graph of workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_role_stands_for_its_workers() -> None:
 
 
 def test_the_bus_knows_a_worker_by_its_number() -> None:
-    """The second rollout worker waits for credit; the call of the first worker has not reached the bus yet."""
+    """The second rollout worker waits for credit. The call of the first worker has not arrived at the bus yet."""
     waits_for_credit = msgspec.structs.replace(in_bus("rollout", "actor"), worker=1)
     beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("rollout-1", "bus"), beat("engine-0")]
     assert blockers(*beats, bus=[in_bus("actor", "rollout-0"), waits_for_credit]) == ["engine-0"]
@@ -138,10 +138,10 @@ def controller(folder: Path) -> Controller:
 
 def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = controller(tmp_path)
-    monkeypatch.setattr("relax_core.control.stall_report.REPORTS", 1e-6)  # no report, because it calls the workers
+    monkeypatch.setattr("relax_core.control.stall_report.REPORTS", 1e-6)  # a report would call workers
     monkeypatch.setattr(run._health, "check", lambda **given: None)
     (stall,) = [check for check in run.checks() if check.name == "stall"]
-    for progress in (1, 2, 3):  # no train step ends meanwhile
+    for progress in (1, 2, 3):  # meanwhile no train step ends
         run._watchdog._since -= LONG_S
         run._health.beats = {TRAINER: beat_of(progress=progress)}
         run._health.roles = RoleWatch().roles(run._health.beats)

@@ -1,4 +1,4 @@
-"""Real processes that are stopped, and the check that kills those of the run."""
+"""Tests the check that kills stopped processes of the run, with real stopped processes."""
 
 from __future__ import annotations
 

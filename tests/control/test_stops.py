@@ -1,4 +1,4 @@
-"""Stops by signals: to one process or to all, early, and twice. Ray is not started."""
+"""Tests stops by signals: to one process or to all, early, and twice. Does not start Ray."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_pat
 
 
 def stop_twice(folder: Path, case: supervised_cases.Case) -> tuple[int, str, str]:
-    """Sends a second signal after the first signal was received, late enough to count as another stop."""
+    """Sends a signal. After its receipt sends a second signal, late enough to count as another stop."""
     process = start(folder, case)
     controller_of(folder)
     process.send_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_the_first_signal_asks_and_a_later_one_ends(number: signal.Signals, monk
         assert signals.received is None
         signal.raise_signal(number)
         assert signals.received == number and signals.exit_code == 128 + number
-        signal.raise_signal(signal.SIGTERM)  # counts as the same stop
+        signal.raise_signal(signal.SIGTERM)  # this signal counts as the same stop
         assert not signals.again
         monkeypatch.setattr("relax_core.control.controller_process.AGAIN_S", -1.0)
         signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The supervisor when controllers die, with real forks and kills. Ray is not started."""
+"""Tests the supervisor when controllers die, with real forks and kills. Does not start Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.control.supervised_cases import DEADLINE_S, controller_of, start
 
 
 def members(session: int) -> list[str]:
-    """Returns the command lines of the processes of a session; that of an exited process is empty."""
+    """Returns the command lines of a session's processes. An exited process has an empty command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -37,12 +37,12 @@ def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_a
     assert "killed by SIGKILL" in out and "goes on from step 0" in err
     paths = [Path(line) for number in (0, 1) for line in (tmp_path / f"paths{number}").read_text().splitlines()]
     assert len(set(paths)) == 4 and not any(path.exists() for path in paths)
-    # The process sleeps long in its own session: only a parent that adopted it can have ended it.
+    # The process sleeps long in a separate session. So only a parent that adopted the process can have ended it.
     assert process_state(int((tmp_path / "adopted").read_text())) == "exited"
 
 
 def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    """The newest checkpoint is damaged: a message reports that it is skipped, and why."""
+    """The newest checkpoint is damaged. A message reports the skipped checkpoint and the reason."""
     config = load_config([f"run.dir={tmp_path}", "run.max_recoveries=2"])
 
     def write(folder: Path) -> None:
@@ -133,11 +133,11 @@ def test_without_its_supervisor_the_controller_stops(tmp_path: Path) -> None:
     process = start(tmp_path, supervised_cases.trains_until_stopped)
     controller_of(tmp_path)
     process.kill()
-    process.communicate(timeout=DEADLINE_S)  # the pipes close when the controller has ended
+    process.communicate(timeout=DEADLINE_S)  # the controller's end closes the pipes
     assert (tmp_path / "checkpoint").exists()
     assert "".join(members(process.pid)) == ""
     assert any(f"process {process.pid} of" in stale_run.owner for stale_run in find_stale_runs())
-    remove_stale_runs()  # as the supervisor would have done if it had not been killed
+    remove_stale_runs()  # a living supervisor would have done this
 
 
 def test_what_a_killed_run_left_goes_when_the_next_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

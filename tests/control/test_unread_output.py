@@ -1,4 +1,4 @@
-"""Output without a reader does not change a supervised run. Ray is not started."""
+"""Tests that output without a reader does not change a supervised run. Does not start Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ctrl_c_takes_the_reader_first(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_stops_reading_blocks_no_process(tmp_path: Path) -> None:
-    """A pager does this, or a terminal after Ctrl-S."""
+    """A pager stops reading, or a terminal after Ctrl-S."""
     process = start(tmp_path, supervised_cases.trains_until_stopped)
     controller_of(tmp_path)
     process.terminate()
@@ -48,7 +48,7 @@ def test_a_controller_that_dies_while_nobody_reads_is_repeated(tmp_path: Path) -
 
 
 def test_a_terminal_that_closes_stops_the_run_in_order(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to the processes in its foreground, and writing to it fails from then on."""
+    """The kernel sends SIGHUP to the terminal's foreground processes. From then on, writing to the terminal fails."""
     ours, its = os.openpty()
     process = start(
         tmp_path, supervised_cases.trains_until_stopped, stdin=its, stdout=its, stderr=its, preexec_fn=_take_terminal

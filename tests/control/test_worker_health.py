@@ -1,4 +1,4 @@
-"""The check of the workers on real Ray actors: frozen ones are killed, restarts are recorded, and losses are raised."""
+"""Tests the worker check on real Ray actors: it kills frozen workers, records restarts, and raises losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEARTBEAT_S, START_S = 1.0, 10.0
 
 
 class Clock:
-    """The clock of the heartbeats. Only the test advances it, so that no process looks frozen on a slow machine."""
+    """The clock of the heartbeats. Only the test advances the clock, so no process looks frozen on a slow machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Role:
-    """A worker whose status the test sets; with ``gate`` its start ends once that file exists."""
+    """A worker with a status that the test sets. With ``gate`` its start waits for this file."""
 
     def __init__(self, name: str, gate: Path | None = None) -> None:
         while gate is not None and not gate.exists():
@@ -49,7 +49,7 @@ class Role:
 
 
 class Services:
-    """Stands for the services that the health check uses."""
+    """Fake services for the health check."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
 def test_a_worker_without_a_first_answer_is_a_loss(
     services: Services, health: WorkerHealth, clock: Clock, tmp_path: Path
 ) -> None:
-    """Answers of other workers do not hide it; pauses of the controller do not count."""
+    """Responses of other workers do not hide the loss. Pauses of the controller do not count."""
     services.start("actor-0", max_restarts=0)
     pid_of(health, "actor-0")
     services.start("rollout-0", max_restarts=1, gate=tmp_path / "gate")
@@ -171,7 +171,7 @@ def test_a_death_past_the_restarts_is_a_loss(services: Services, health: WorkerH
     kill(second)
     with pytest.raises(ServicesLost, match=r"^rollout-0 died$"):
         check_until(health, lambda: False)
-    # Ray may report late that the second death is final; until then it looks like another restart.
+    # Ray may report late that the second death is final. Until this report the death looks like another restart.
     assert {recovery["cause"] for recovery in recorded(health)} == {"rollout-0 died"}
 
 
@@ -188,7 +188,7 @@ def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Se
 
 
 def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: WorkerHealth) -> None:
-    """A frozen engine does not notice that its owner has exited, and would block its callers forever."""
+    """A frozen engine does not notice the exit of its owner, and would block its callers forever."""
     import ray
 
     services.start("engine-0", max_restarts=1)
@@ -336,7 +336,7 @@ def test_an_error_outside_of_any_worker_keeps_its_traceback_for_the_logs() -> No
 
 
 class StatusOnly:
-    """A worker that only answers its status. Its start waits for the file ``gate``."""
+    """A worker that only returns its status. Its start waits for the file ``gate``."""
 
     def __init__(self, gate: Path | None) -> None:
         while gate is not None and not gate.exists():
@@ -373,7 +373,7 @@ def is_alive(beat: WorkerHeartbeat) -> bool:
 
 
 def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
-    """Stops the process while a call to it waits for an answer."""
+    """Stops the worker's process while a call waits for its response."""
     os.kill(pid, signal.SIGSTOP)
     until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "status-0" in heartbeats._asked)
 
@@ -403,7 +403,7 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
 def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None:
     heartbeats, actor = Heartbeats(), start(1)
     first = beat_pid(until(heartbeats, actor, is_alive))
-    stop(heartbeats, actor, first)  # leaves a call open, whose failure reports the restart
+    stop(heartbeats, actor, first)  # leaves a call open; the call's failure reports the restart
     os.kill(first, signal.SIGKILL)
     restarting = until(heartbeats, actor, lambda beat: beat.life == "restarting")
     assert beat_pid(restarting) == first

@@ -1,7 +1,7 @@
-"""Chat templates for tests, each with one peculiarity of a model family, and a folder with a tokenizer.
+"""Chat templates for tests, each with one peculiarity of a model family, and a function that writes a tokenizer folder.
 
-None is a published template. The peculiarities are those of Qwen3, Qwen3.5, GLM-4.5, Llama 3.1, gpt-oss, Mistral,
-DeepSeek-V3 and Gemma; `test_published_templates.py` uses the families' own templates.
+The templates are not published templates. The peculiarities come from Qwen3, Qwen3.5, GLM-4.5, Llama 3.1, gpt-oss,
+Mistral, DeepSeek-V3 and Gemma. `test_published_templates.py` uses the published templates of families.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HERMES_CALLS = """{%- for call in m.tool_calls or [] %}
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}"""
 
-# Removes the thinking of every answer before the last user message, as Qwen3 does.
+# Removes the thinking of every answer before the last user message, like Qwen3.
 STRIPS_THINKING = (
     _CHATML_TOOLS
     + """{%- set ns = namespace(last=-1) %}
@@ -45,7 +45,7 @@ STRIPS_THINKING = (
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
 
-# The opening of an answer includes <think>, which is not sampled, and all texts are trimmed, as in Qwen3.5.
+# The prompt already contains the answer's <think>, and all texts are trimmed, like Qwen3.5.
 OPENS_THINKING = (
     _CHATML_TOOLS
     + """{%- for m in messages %}
@@ -68,7 +68,7 @@ OPENS_THINKING = (
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
 )
 
-# No token ends a message: the model stops when it samples the mark of the next role, as GLM-4.5 does.
+# No token ends a message: the model stops when it samples the mark of the next role, like GLM-4.5.
 ROLE_MARKS = """[gMASK]<sop>{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{ '<|user|>\\n' + m.content }}
@@ -85,7 +85,7 @@ ROLE_MARKS = """[gMASK]<sop>{%- if tools %}<|system|>{% for tool in tools %}{{ t
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"""
 
-# A message with a call loses its text, an answer has one call, and results are quoted as JSON, as in Llama 3.1.
+# A message with a call loses its text, an answer has one call, and results are quoted as JSON, like Llama 3.1.
 DROPS_CONTENT = """{{- bos_token }}
 {%- if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' + tools | tojson + '<|eot_id|>' }}{%- endif %}
 {%- for m in messages %}
@@ -101,7 +101,7 @@ DROPS_CONTENT = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# A sampled answer ends with <|return|>, an answer in the history with <|end|>; a result names its tool, as in gpt-oss.
+# A sampled answer ends with <|return|>, an answer in the history with <|end|>. A result names its tool. Like gpt-oss.
 OTHER_END = """{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{%- endif %}
 {%- set ns = namespace(tool=none) %}
 {%- for m in messages %}
@@ -120,7 +120,7 @@ OTHER_END = """{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojso
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"""
 
-# Calls and results have ids of nine letters or digits, and an answer has no opening, as in Mistral.
+# Calls and results have ids of nine letters or digits, and no mark precedes an answer, like Mistral.
 NINE_LETTERS = """{{- bos_token }}
 {%- if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for m in messages %}
@@ -139,13 +139,13 @@ NINE_LETTERS = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}"""
 
-# The model samples a mark before the token that ends its answer, as in Command R7B.
+# The model samples a mark before the token that ends its answer, like Command R7B.
 TWO_ENDS = """{%- for m in messages %}
     {{- '<start>' + m.role + '<is>' + m.content + ('<said>' if m.role == 'assistant' else '') + '<turn_end>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start>assistant<is>' }}{%- endif %}"""
 
-# Arguments of a call are JSON text, as in DeepSeek-V3.
+# Arguments of a call are JSON text, like DeepSeek-V3.
 TEXT_ARGUMENTS = """{{- bos_token }}{%- if tools %}{{ tools | tojson }}{%- endif %}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{ '<User>' + m.content }}
@@ -158,7 +158,7 @@ TEXT_ARGUMENTS = """{{- bos_token }}{%- if tools %}{{ tools | tojson }}{%- endif
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<Assistant>' }}{%- endif %}"""
 
-# Tools and their results are omitted silently, as in Gemma and Phi.
+# Tools and their results are omitted silently, like Gemma and Phi.
 IGNORES_TOOLS = """{%- for m in messages if m.role != 'tool' %}
     {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}
     {{- '\\n' + m.content | trim + '<end_of_turn>\\n' }}
@@ -168,7 +168,7 @@ IGNORES_TOOLS = """{%- for m in messages if m.role != 'tool' %}
 
 @dataclass(frozen=True)
 class Family:
-    """A template with its special tokens; ``stops`` end a response. ``text``: arguments of calls are text."""
+    """A template with its special tokens. ``stops`` end a response. With ``text`` the arguments of calls are text."""
 
     template: str
     special: tuple[str, ...]
@@ -200,7 +200,7 @@ FAMILIES = {
 
 
 def write_folder(folder: Path, family: Family) -> Path:
-    """Writes a folder with the template and a byte-level tokenizer, in which two adjacent line breaks are one token."""
+    """Writes a folder with the template and a byte-level tokenizer. Two adjacent line breaks are one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tests Wilson's interval against published values, and the limit for bad rows."""
+"""Compares Wilson's interval with published values. Tests the limit for bad rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_of_all_rows_the_share_itself_counts() -> None:
 def test_of_a_part_a_few_may_be_chance() -> None:
     assert not too_many_bad(NAMED_ROWS, NAMED_ROWS, rows=1000, most=0.05)
     assert too_many_bad(NAMED_ROWS + 1, NAMED_ROWS + 1, rows=1000, most=0.05)
-    assert not too_many_bad(12, 150, rows=10_000, most=0.05)  # 8 % may be a chance sample of 4 %
+    assert not too_many_bad(12, 150, rows=10_000, most=0.05)  # a sample with 8 % may come from data with 4 %
     assert too_many_bad(120, 1000, rows=10_000, most=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Tests that data is identified by its content: files may move, but must not change."""
+"""Tests that Relax identifies data by content: files may move, but must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests tokenizers, chat templates and end tokens of folders like Llama 3's and Mistral's against transformers."""
+"""Compares tokenizers, chat templates and end tokens of folders like Llama 3's and Mistral's with transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MISTRAL_TEMPLATE = """{{- bos_token }}
 
 
 def llama_3(folder: Path) -> None:
-    """Returns a byte-level BPE with a post-processor that adds the first token; the template adds it, too."""
+    """Returns a byte-level BPE with a post-processor that adds the first token. The template adds this token, too."""
     core = Tokenizer(models.BPE(ignore_merges=True))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,7 +82,7 @@ def llama_3(folder: Path) -> None:
 
 
 def mistral(folder: Path) -> None:
-    """Returns a BPE over text that writes spaces as a character, and unknown characters as bytes."""
+    """Returns a BPE tokenizer that encodes spaces as a special character, and unknown characters as bytes."""
     core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.decoder = decoders.Sequence(
@@ -107,7 +107,7 @@ def add_special(core: Tokenizer, tokens: Sequence[str]) -> None:
 def save(
     folder: Path, core: Tokenizer, template: str, *, model_type: str, bos: str, eos: str, ends: Sequence[str]
 ) -> None:
-    """Saves a folder as published: the tokenizer's settings have the template, and both configs have all end tokens."""
+    """Saves a folder in published form: the tokenizer's settings have the template, and both configs all end tokens."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos).save_pretrained(folder)
@@ -137,13 +137,13 @@ def test_prompts_are_those_of_transformers(folder: Path, messages: list[dict[str
     tokenizer = PromptTokenizer(folder)
     found = tokenizer.encode(messages)
     assert found == expected
-    assert found[0] == reference.bos_token_id != found[1]  # once, although template and post-processor both add it
+    assert found[0] == reference.bos_token_id != found[1]  # only once, although template and post-processor both add it
     response = reference.encode("Été 12 🙂 x", add_special_tokens=False)
     assert tokenizer.decode(response) == reference.decode(response) == "Été 12 🙂 x"
 
 
 def test_every_end_token_stops(folder: Path) -> None:
-    """Llama 3.1 has three: the end of a text, of a message to a tool, and of a turn. The tokenizer names only one."""
+    """Llama 3.1 has three end tokens: for a text, a message to a tool, and a turn. The tokenizer names only one."""
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
     names = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "</s>")
     ends = sorted(token for name in names if (token := core.token_to_id(name)) is not None)

@@ -15,12 +15,12 @@ def test_examples_depend_on_seed_and_index_only(task: str) -> None:
     assert len(set(first)) > 30
 
 
-# The few words of data=see are both trained and held out: they show that a model still copies without images.
+# The few words of data=see are trained and also held out. They show that a model still copies without images.
 WORDS_TO_COPY = {f"say {word}" for word in WORDS}
 
 
 def shown(task_example: Example) -> str:
-    """Returns the content of an example: its files if it has any, otherwise its prompt."""
+    """Returns the content of an example: its files, or its prompt if there are no files."""
     return " ".join(str(source.path) for source in task_example.sources) or task_example.prompt
 
 
@@ -54,7 +54,7 @@ def test_arithmetic_answers_are_right() -> None:
 
 
 def test_seeds_are_the_numbers_of_rows() -> None:
-    """Adjacent rows have adjacent numbers; rows of another seed and held-out rows have different numbers."""
+    """Adjacent rows have adjacent numbers. Rows of another seed and held-out rows have different numbers."""
     rows = [example("seeds", split="train", seed=2, index=index).seed for index in range(3)]
     assert rows == [2 * 2**20, 2 * 2**20 + 1, 2 * 2**20 + 2]
     last = example("seeds", split="train", seed=2**31 - 1, index=2**20 - 1).seed

@@ -1,4 +1,4 @@
-"""Labels are read unchanged from the file, and rows without a label are bad rows."""
+"""Tests that labels are read unchanged from the file, and that rows without a label are bad rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replaced(**changes: Any) -> DataConfig:
 
 
 def labels(source: PromptSource) -> list[str]:
-    """Returns the label of each row, or the reason that it is a bad row."""
+    """Returns the label of each row, or the reason why the row is bad."""
     found = []
     for number in range(len(source)):
         try:

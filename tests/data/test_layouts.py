@@ -1,4 +1,4 @@
-"""Each data layout of docs/data.md is read with the overrides next to it."""
+"""Tests that each data layout in docs/data.md can be read with the overrides next to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LABELS = {
 
 
 def layouts() -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Returns the example and the overrides of each layout."""
+    """Returns the example and the overrides for each layout."""
     text = PAGE.read_text(encoding="utf-8").partition("## Layouts")[2].partition("\n## ")[0]
     found = re.findall(r"^    (\{.*\})\n    (\S.*)$", text, re.MULTILINE)
     return [(json.loads(row), dict(word.split("=", 1) for word in shlex.split(words))) for row, words in found]

@@ -1,4 +1,4 @@
-"""Tests the order of rows by shares of modalities, and the modality of a row in each kind of file."""
+"""Tests the order of rows for given shares of modalities, and the modality of a row in each kind of file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks with tones: balanced answers, controls, and files whose sound matches their name."""
+"""Tests the tasks with tones: balanced answers, controls, and sound files that match their names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examples(task: str, count: int = 256, *, split: Split = "eval") -> list[Exam
 
 
 def shown(task_example: Example, number: int = 0) -> str:
-    """Returns the answer that a file of an example was made for."""
+    """Returns the answer that belongs to a file of an example."""
     return Path(str(task_example.sources[number].path)).name.partition("-")[0]
 
 
@@ -60,7 +60,7 @@ def test_the_question_of_two_kinds_is_balanced_and_needs_both() -> None:
     for task_example in drawn:
         assert [source.kind for source in task_example.sources] == ["image", "audio"]
         assert (tone_of[shown(task_example)] == shown(task_example, 1)) == (task_example.answer == "yes")
-    for number in (0, 1):  # neither alone determines the answer
+    for number in (0, 1):  # one file without the other does not determine the answer
         for name in Counter(shown(task_example, number) for task_example in drawn):
             answers = Counter(task_example.answer for task_example in drawn if shown(task_example, number) == name)
             assert 0.3 < answers["yes"] / answers.total() < 0.7

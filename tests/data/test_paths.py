@@ -1,4 +1,4 @@
-"""Files that a data path names: wildcards, folders, links, and names that are not local data files."""
+"""Tests the files that a data path selects: wildcards, folders, links, and names that are not local data files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sources as plug-ins: same rows and order as a file, held-out rows, identity for a resume, and errors."""
+"""Tests plug-in data sources: same rows and order as a file, held-out rows, identity for a resume, and errors."""
 
 from __future__ import annotations
 

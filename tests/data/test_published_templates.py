@@ -1,6 +1,6 @@
-"""The cases of `test_turn_templates.py` with the families' published chat templates, from the package trl.
+"""Tests the cases of `test_turn_templates.py` with published chat templates of families, from the package trl.
 
-The package is downloaded but not installed, because Relax does not need it and may not copy its templates.
+The test downloads the package but does not install it: Relax does not need trl and may not copy its templates.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A family's special tokens; the tokens that end a response (the first ends an answer without a call); and the
-    sampled text before an answer's text, and between the text and the end.
+    """``special`` are a family's special tokens. ``stops`` end a response; the first ends an answer without a call.
+    ``before`` is the sampled text before an answer's text, and ``behind`` the sampled text after it. ``one_call``
+    allows one call per answer.
     """
 
     special: tuple[str, ...]
@@ -87,7 +88,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Rendering:
-    """A family's template in transformers and in Relax."""
+    """Renders a family's template with transformers and with Relax."""
 
     def __init__(self, name: str, own: Published, templates: dict[str, str], folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -103,21 +104,21 @@ class Rendering:
         return text
 
     def next_prompt(self, sampled: str, observed: list[dict[str, Any]], tools: Any = None) -> str:
-        """Returns the text of the prompt after a response."""
+        """Returns the text of the next prompt after a response."""
         opened = self.tokenizer.encode_text(self.whole(OPENING, tools))
         turns = TurnTokens(self.tokenizer, OPENING, tools=tools)
         prompt, _ = turns.next_prompt(opened, self.tokenizer.encode_text(sampled), observed)
         return self.tokenizer.decode(prompt)
 
     def behind(self, text: str) -> str:
-        """Returns the rest of a text after the special token at its beginning."""
+        """Returns a text without the special token at its beginning."""
         return next(text.removeprefix(token) for token in self.own.special if text.startswith(token))
 
 
 @pytest.mark.parametrize("name", [*WITH_TOOLS, *WITHOUT_TOOLS])
 def test_a_message_of_the_user_follows_what_was_sampled(name: str, templates: Any, tmp_path: Path) -> None:
-    """After the sampled end comes the text that transformers writes after the answer. The answer stays as sampled, also
-    if the template removes its thinking or writes another end.
+    """After the sampled end follows the text that transformers writes after the answer. The answer stays as sampled,
+    even if the template removes its thinking or writes another end.
     """
     own = (WITH_TOOLS | WITHOUT_TOOLS)[name]
     rendering = Rendering(name, own, templates, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""data=reasoning_gym and its reward: errors without the package, and rows and scores with it."""
+"""Tests data=reasoning_gym and its reward: errors without the package, rows and scores with the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def package() -> None:
     pytest.importorskip("reasoning_gym", reason="pip install 'relax-core[envs]'")
-    if refusal := worker_refusal():  # its reward runs only in the sandbox
+    if refusal := worker_refusal():  # the reward runs only in the sandbox
         pytest.skip(refusal)
 
 
@@ -89,7 +89,7 @@ def test_answers_are_scored_by_the_package(package: None) -> None:
 
 
 def test_tasks_of_several_kinds_open(package: None) -> None:
-    """A task that limits the number of questions, a task with words, and a task without a stored answer."""
+    """Opens a task that limits the number of questions, a task with words, and a task without a stored answer."""
     for task in ("word_ladder", "spell_backward", "graph_color"):
         sizes = ("data.config.rows=50", "data.config.held_out=4")
         data = load_config(["data=reasoning_gym", f"data.task={task}", "reward=reasoning_gym", *sizes]).data

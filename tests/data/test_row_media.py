@@ -100,7 +100,7 @@ def test_columns_fill_the_places_of_the_prompt_in_order(tmp_path: Path) -> None:
     ]
     assert rows[3]["prompt"][0] == {"role": "system", "content": "look"}
     assert media_sources(rows[3]["prompt"]) == [MediaSource(kind="image", data=PICTURE)]
-    assert rows[3]["images"] == [MediaSource(kind="image", data=PICTURE)]  # the row has no base64 text left
+    assert rows[3]["images"] == [MediaSource(kind="image", data=PICTURE)]  # the row no longer has base64 text
     assert media_sources(rows[4]["prompt"]) == [image(tmp_path / "x.png")]
 
 
@@ -276,4 +276,4 @@ def test_large_row_groups_are_refused_with_the_command_that_rewrites_the_file(tm
     again, whole = open_rows(tmp_path / "rows.small.parquet", small), open_rows(file, keys(tmp_path))
     assert [again[number] for number in range(len(again))] == [whole[number] for number in range(len(whole))]
     text = dataclasses.replace(small, media=MediaColumns())
-    assert len(open_rows(file, text)) == 12  # text-only data is read as before
+    assert len(open_rows(file, text)) == 12  # text-only data is read without media

@@ -1,4 +1,4 @@
-"""Messages of data rows: null keys, tool calls, prompts that end with an answer, ShareGPT's keys, JSON text."""
+"""Tests messages in data rows: null keys, tool calls, prompts that end with an answer, ShareGPT's keys, JSON text."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_places_are_spread_evenly() -> None:
-    # The mean position of row 0 over 400 seeds is near the middle: the standard error of a uniform position is 1.4.
+    # Over 400 seeds the mean position of row 0 is near the middle. The standard error for uniform positions is 1.4.
     places = [
         next(index for index in range(100) if row_of(index, rows=100, seed=seed, shuffle=True) == 0)
         for seed in range(400)
@@ -53,7 +53,7 @@ WEIGHTS = st.lists(st.integers(1, 10_000).map(lambda weight: weight / 100), min_
 
 @given(weights=WEIGHTS, seed=st.integers(0, 2**31), first=st.integers(0, 10**6))
 def test_a_mixture_keeps_its_shares_and_leaves_no_index_out(weights: list[float], seed: int, first: int) -> None:
-    """Over whole blocks each part gets its exact share, and each of its indices occurs once, without gaps."""
+    """Over complete blocks, each part gets its exact share, and each index of a part occurs once, without gaps."""
     assume(min(weights) > sum(weights) / BLOCK_PROMPTS)
     mixture = Mixture(weights, seed=seed)
     length = sum(mixture.shares)
@@ -75,6 +75,6 @@ def test_blocks_are_as_short_as_the_weights_allow(weights: list[float], shares: 
 
 
 def test_seats_go_to_the_largest_remainders() -> None:
-    # The textbook case of the method: 10 seats for 1500, 1500, 900, 500, 500 and 200 votes of 5100.
+    # The method's textbook case: 10 seats for 1500, 1500, 900, 500, 500 and 200 of 5100 votes.
     assert apportion(10, [1500, 1500, 900, 500, 500, 200]) == [3, 3, 2, 1, 1, 0]
     assert apportion(0, [1, 2]) == [0, 0]

@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
 def test_a_byte_order_mark_is_skipped(tmp_path: Path, suffix: str) -> None:
-    """The file may be written by hand, with Windows line ends."""
+    """Users may write the file by hand, with Windows line ends."""
     path = Path(_write(tmp_path / f"rows{suffix}", ROWS))
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
     source = _file_source(str(path), shuffle=False)

@@ -29,7 +29,7 @@ CONVERSATIONS = [
         {"role": "user", "content": "<c> & 'd'"},
     ],
 ]
-# Features of instruction-tuned families: namespaces, loop controls, filters, special tokens, a generation block.
+# Template features of instruction-tuned families: namespaces, loop controls, filters, special tokens, generation block.
 HARD_TEMPLATE = """{%- set ns = namespace(last=none) -%}
 {%- for message in messages -%}
     {%- if message.role == 'system' %}{% continue %}{% endif -%}
@@ -182,7 +182,7 @@ def test_a_template_reads_the_date_of_the_run_in_every_time_zone(folder: Path, t
         )
         found.add(done.stdout.strip())
     assert all(text.startswith("28 02 2026 00:00 ") for text in found)
-    assert len(found) <= 2  # midnight in UTC may fall between two of them
+    assert len(found) <= 2  # midnight in UTC may be between two of the calls
     assert reads_clock(copy) and not reads_clock(folder)
 
 
@@ -233,7 +233,7 @@ def test_an_answer_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="does not end with text"):
             continued(made, content)
     for template in (
-        "{% for m in messages %}{{ m.content | length }}{% endfor %}",  # without the text
+        "{% for m in messages %}{{ m.content | length }}{% endfor %}",  # a template without the text
         "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}{% endfor %}",
     ):

@@ -44,7 +44,7 @@ def shown(kind: str) -> dict[str, Any]:
 
 
 def own_item(tokenizer: PromptTokenizer, kind: str, seed: int = 0) -> MediaItem:
-    """Returns an item whose ids are those of this tokenizer."""
+    """Returns an item with the ids of this tokenizer."""
     import msgspec
     import numpy as np
 
@@ -64,11 +64,11 @@ def test_the_name_of_a_special_token_in_a_user_s_text_stays_text(
     token = core.token_to_id(special)
     assert token is not None
     plain, marked = (tokenizer.encode([{"role": "user", "content": f"a{name}b"}]) for name in ("", special))
-    assert marked.count(token) == plain.count(token)  # the template's own token, if it writes one
+    assert marked.count(token) == plain.count(token)  # the template may write the token itself
     assert tokenizer.decode(marked) == tokenizer.decode(plain).replace("ab", f"a{special}b")
     # Each character is one token in this tokenizer.
     assert len(marked) == len(plain) + len(special)
-    # The same text in a part next to an image, and in a later turn.
+    # Now the same text next to an image, and in a later turn.
     parts = tokenizer.encode(user(shown("image"), text(f"a{special}b")))
     without = tokenizer.encode(user(shown("image"), text("ab")))
     assert len(parts) == len(without) + len(special) and parts.count(token) == without.count(token)
@@ -94,7 +94,7 @@ def test_items_stand_for_their_placeholders_in_order(tokenizer: PromptTokenizer)
     for medium in media:
         assert ids[medium.start : medium.end] == medium.item.ids.tolist()
     rest = [token for place, token in enumerate(ids) if not any(medium.start <= place < medium.end for medium in media)]
-    words = tokenizer.decode(rest)  # the template's marks around an item remain
+    words = tokenizer.decode(rest)  # only the template's marks around an item remain
     assert words.count("<|vision_start|>") == 3 and "<|image_pad|>" not in words and "<|video_pad|>" not in words
 
 

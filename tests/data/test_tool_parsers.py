@@ -19,7 +19,7 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=list(Hea
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True).filter(
     lambda name: name not in {"as", "in", "is", "if", "or", "and", "not", "def", "for", "try", "del", "pass", "from"}
 )
-# Values contain no marks of the formats, because the formats cannot quote them.
+# Values contain no marks of the formats, because the formats cannot quote marks.
 TEXTS = st.text(st.characters(exclude_characters="<>[]", exclude_categories=("Cs", "Cc")), max_size=12)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**50), 2**50) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
@@ -87,7 +87,7 @@ def test_a_call_that_was_written_is_read(parser: str, write: Callable[[Written],
 @quick
 @given(calls=CALLS)
 def test_the_xml_form_reads_values_but_a_text_stays_a_text(calls: Written) -> None:
-    """The format has no types: JSON that is not a string is parsed, anything else is text."""
+    """The format has no types. JSON that is not a string is parsed, everything else is text."""
     action = read_action(qwen3_coder(calls), stopped=True, parser="qwen3_coder")
     assert not action.parse_error
     for call, (name, wanted) in zip(action.tool_calls, calls, strict=True):
@@ -254,7 +254,7 @@ def test_an_answer_without_a_call_is_content(parser: str, text: str) -> None:
 
 
 def test_thinking_is_apart_and_a_call_in_it_is_none() -> None:
-    """The opening tag may be in the prompt; a call in the thinking is ignored."""
+    """The opening tag may be in the prompt. A call in the thinking is ignored."""
     call = '<tool_call>{"name": "f"}</tool_call>'
     action = read_action(f"maybe {call}\n</think>\n\nno", stopped=True, parser="hermes")
     assert (action.thinking, action.content, action.tool_calls) == (f"maybe {call}", "no", ())

@@ -1,4 +1,4 @@
-"""Chat templates without tools are refused before a start, and tools can be shown as plain text instead."""
+"""Tests chat templates without tools: they are refused before a start, unless tools are shown as plain text."""
 
 from __future__ import annotations
 

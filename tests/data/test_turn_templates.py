@@ -1,4 +1,4 @@
-"""Tests that later turns have the tokens of transformers' rendering of the whole conversation, for each template."""
+"""Tests for each template that later turns have the same tokens as transformers' complete conversation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOOL = {
 }
 OPENING = [{"role": "user", "content": "add 1"}]
 IDS = ("abcdefgh0", "abcdefgh1")
-# White space at the ends, quotes, non-ASCII letters, and line breaks where a token could join two texts.
+# Texts with white space at the ends, quotes, non-ASCII letters, and line breaks at borders that a token could span.
 ODD = '\n "7"\nü \n'
 
 
 def calling(family: Family, count: int) -> dict[str, Any]:
-    """Returns an answer with this many calls, as a client would write it."""
+    """Returns an answer with this number of calls, in a client's format."""
     arguments: Any = '{"a": 1}' if family.text else {"a": 1}
     calls = [
         {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}} for call_id in IDS
@@ -74,7 +74,7 @@ def cases(family: Family) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 def sampled_part(whole: str, opened: str, family: Family) -> str:
-    """Returns the sampled part: from the opening of the answer to the first token that stops a response."""
+    """Returns the sampled part of an answer: from its beginning to the first token that stops a response."""
     assert whole.startswith(opened)
     behind = whole[len(opened) :]
     ends = [behind.find(stop) + len(stop) for stop in family.stops if stop in behind]
@@ -92,7 +92,7 @@ def test_turns_equal_the_whole_conversation_where_the_template_only_appends(name
         whole = whole_of([*OPENING, answer, *observed], tools)
         sampled = tokenizer.encode_text(sampled_part(whole, opened, family))
         expected = tokenizer.encode_text(whole)
-        for _ in range(2):  # the second time the format of calls is known
+        for _ in range(2):  # the second time, the format of calls is known
             prompt, _media = turns.next_prompt(tokenizer.encode_text(opened), sampled, observed)
             assert tokenizer.decode(prompt) == whole
             assert prompt == expected
@@ -108,7 +108,7 @@ def test_several_results_of_a_template_with_one_call_an_answer_follow_each_other
 
 
 def test_the_end_that_was_sampled_stands_for_the_end_of_the_history(rendering: Any) -> None:
-    """gpt-oss samples <|return|> and writes <|end|> in a history; one of them is enough."""
+    """gpt-oss samples <|return|> and writes <|end|> in a history. One of the two tokens is enough."""
     family = FAMILIES["other_end"]
     tokenizer, whole_of = rendering(family)
     turns = TurnTokens(tokenizer, OPENING, tools=[TOOL])
@@ -127,7 +127,7 @@ def test_the_end_that_was_sampled_stands_for_the_end_of_the_history(rendering: A
 
 
 def test_a_mark_of_another_role_than_the_next_stays(rendering: Any) -> None:
-    """GLM stops at the mark of the expected role: the sampled mark stays, and the right mark follows."""
+    """GLM stops at the mark of the role that it expects. This sampled mark stays, and the right mark follows."""
     tokenizer, _ = rendering(FAMILIES["role_marks"])
     prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt(
         [], tokenizer.encode_text("\n3<|observation|>"), [{"role": "user", "content": "higher"}]
@@ -198,7 +198,7 @@ def test_an_answer_that_a_stop_string_ended_gets_the_templates_end(
 
 
 def test_sampled_tokens_stay_as_they_are(tiny: PromptTokenizer) -> None:
-    """The sampled tokens spell the answer differently than the tokenizer, with an end token in the middle."""
+    """The sampled tokens differ from the tokenizer's tokens of the same answer, and have an end token in the middle."""
     (end,) = tiny.stop_token_ids
     sampled = [end, *tiny.encode_plain("1"), end]
     prompt, _ = TurnTokens(tiny, SHORT).next_prompt([5, 6], sampled, [HIGHER])

@@ -1,4 +1,4 @@
-"""Starts real engine processes over a tiny random model, as the engine's contract tests do."""
+"""Starts real engine processes with a tiny random model, like the engine's contract tests."""
 
 from __future__ import annotations
 

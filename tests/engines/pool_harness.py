@@ -1,4 +1,4 @@
-"""Shared helpers of the pool's tests: real engines behind clients that record requests and responses."""
+"""Shared helpers of the pool's tests: real engines, with clients that record requests and responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 120.0
 
 
 class TracedClient(EngineClient):
-    """Records the requests and responses of an engine's client."""
+    """An engine client that records requests and responses."""
 
     def __init__(self, engine: Engine, number: int, directory: Directory) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -38,10 +38,10 @@ class TracedClient(EngineClient):
 
 
 class Directory:
-    """Gives the pool its clients, and records its requests and their responses.
+    """Provides the pool with clients, and records requests and responses.
 
-    ``calls`` lists the engine of each call of generate; ``requests`` and ``came`` hold (engine, prompt or response).
-    ``replace`` is called when the pool requests an engine's address again.
+    ``calls`` lists the engine of each generate call. ``requests`` and ``came`` hold (engine, prompt) and (engine,
+    response). The pool's repeated request for an engine's address calls ``replace``.
     """
 
     def __init__(self, *engines: Engine, replace: Callable[[int], Engine] | None = None) -> None:
@@ -64,13 +64,13 @@ class Directory:
 
     async def close(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()  # the pool's own tasks, which watch the engines
+            task.cancel()  # the pool's tasks that watch the engines
         for client in self._clients:
             await client.aclose()
 
 
 class Flawed:
-    """Gives the pool its engines; ``flaws`` replaces the generation of some of them."""
+    """Provides the pool with engines. ``flaws`` replaces the generate call of some engines."""
 
     def __init__(self, directory: Directory, flaws: dict[int, Callable[[PromptRequest], Generated]]) -> None:
         self._directory, self._flaws = directory, flaws
@@ -138,13 +138,13 @@ def kill(engine: Engine) -> None:
 
 
 def decode_a_little(engine: Engine) -> None:
-    """Lets a paused slow engine decode some steps, so that its samples are partly generated, and pauses it again."""
+    """Lets a paused slow engine decode some steps, and pauses it again. Then its samples are partly generated."""
     engine.client.resume()
     engine.client.pause("in_place")
 
 
 def decodes(engine: Engine) -> Callable[[], bool]:
-    """Returns a condition for `until` that decodes a few steps, and is True once all samples have some more tokens."""
+    """Returns a condition for `until`. It decodes a few steps, and is True when all samples have some more tokens."""
     done = engine.client.loads()["generated_tokens"]
 
     def some_more() -> bool:

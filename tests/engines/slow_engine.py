@@ -1,4 +1,4 @@
-"""Runs the embedded engine with slow decode steps, so that a test finds partly generated samples on every machine.
+"""Runs the embedded engine with slow decode steps. So a test finds partly generated samples on every machine.
 
 python -m tests.engines.slow_engine [flags of relax_core.engines.embedded]
 """
@@ -19,7 +19,7 @@ STEP_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLaunch(EngineLaunch):
-    """Starts the slow engine instead of the embedded engine."""
+    """Launches the slow engine in place of the embedded engine."""
 
     def command(self) -> list[str]:
         return [__name__ if word == "relax_core.engines.embedded" else word for word in super().command()]

@@ -1,4 +1,4 @@
-"""Tests that an engine process imports neither Ray nor transformers nor Megatron, so that it starts fast."""
+"""Tests that an engine process does not import Ray, transformers or Megatron, because they would slow its start."""
 
 from __future__ import annotations
 

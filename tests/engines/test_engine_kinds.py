@@ -1,4 +1,4 @@
-"""Checks that only the registry's table, and no other core module, names an engine kind or a model family."""
+"""Checks that the registry's table is the only core module that names an engine kind or a model family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_core.registry import is_builtin, names
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("relax_core/engines/embedded/", "relax_core/engines/sglang/")
-# Module → the reason it may name one.
+# Module → the reason why it may name a kind or a family.
 NAMES_ONE = {
     "relax_core/registry.py": "its table says where each of Relax's own ones is found",
     "relax_core/families/builtin_families.py": "each family's own name",

@@ -66,7 +66,7 @@ def test_prefill_and_every_decoded_token(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_bfloat16_is_no_further_off_than_that_of_transformers(tmp_path: Path, variant: str) -> None:
-    """The reference is float32 with the same weights rounded to bfloat16; the mean is over about 400 tokens."""
+    """The reference is float32 with the same weights rounded to bfloat16. The mean is over about 400 tokens."""
     reference = make_family_model(None, variant).bfloat16()
     reference.save_pretrained(tmp_path)
     ours = scored(read_model(tmp_path, torch.bfloat16), torch.bfloat16)
@@ -76,7 +76,7 @@ def test_bfloat16_is_no_further_off_than_that_of_transformers(tmp_path: Path, va
 
 
 def test_frequencies_that_old_folders_store_are_left_out(tmp_path: Path) -> None:
-    """The first Llama folders have them in addition to the weights, and contain a tied output weight twice."""
+    """The first Llama folders store frequencies in addition to the weights, and a tied output weight twice."""
     from safetensors.torch import load_file, save_file
 
     make_family_model(tmp_path, "llama, tied, linear rope")

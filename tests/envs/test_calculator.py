@@ -1,4 +1,4 @@
-"""The calculator env: it answers calls, reports mistakes, and scores the last number of an answer."""
+"""Tests the calculator env: it answers calls, reports mistakes, and scores the last number of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter against the real package gymnasium."""
+"""Tests the adapter with the real package gymnasium."""
 
 from __future__ import annotations
 

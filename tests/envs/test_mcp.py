@@ -1,4 +1,4 @@
-"""The adapter against the real package `mcp`, with small servers over stdin and over HTTP."""
+"""Tests the adapter with the real package `mcp`, on small servers over stdin and over HTTP."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_tools_of_a_server_over_stdin_are_shown_and_called() -> None:
 
     async def scene(env: McpTools) -> None:
         assert await called(env, "add", numbers=[2, 3]) == "5"
-        assert "numbers" in await called(env, "add", number=2)  # the server's own message about the argument
+        assert "numbers" in await called(env, "add", number=2)  # the server's message about the argument
         assert await called(env, "multiply") == "There is no tool 'multiply'. The tools are: add, remember."
         assert [await called(env, "remember", number=number) for number in (2, 3)] == ["2", "5"]
         told = await env.step(Action(text="<tool_call>{", stopped=True, parse_error="the call is no JSON"))

@@ -1,4 +1,4 @@
-"""The number-guessing env and its state keys."""
+"""Tests the number-guessing env and its state keys."""
 
 from __future__ import annotations
 

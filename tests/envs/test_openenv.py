@@ -1,4 +1,4 @@
-"""The adapter with a server of the real package openenv, in a separate environment."""
+"""Tests the adapter with a server of the real package openenv, in a separate environment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def served(*, sessions: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Runs a server with one session, so that an episode that does not release it is detected."""
+    """Runs a server with one session. So the test detects an episode that does not release its session."""
     with served(sessions=1) as address:
         yield address
 
@@ -240,7 +240,7 @@ def test_settings_without_sense_are_refused(config: OpenEnvConfig, message: str)
 @pytest.mark.agents
 @pytest.mark.integration
 def test_a_run_trains_on_the_games_of_a_server(tmp_path: Path) -> None:
-    """The warm start of number_guess answers with numbers, which are the actions."""
+    """After the warm start of number_guess, the model answers with numbers. The numbers are the env's actions."""
     with served(sessions=64) as address:
         run = run_to_end(
             tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Images as tool results: the results of the env, and episodes whose trees contain the image of each turn."""
+"""Tests images as tool results: the results of the env, and the trees of episodes with the image of each turn."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tools_follow_each_other_and_mistakes_are_words() -> None:
 
 
 class Encoder:
-    """Encodes in this process, instead of in an encode worker."""
+    """Encodes in this process, without an encode worker."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tower = dataclasses.replace(TOWER, image_token_id=tokenizer.media_ids["image"], min_pixels=64)
@@ -94,7 +94,7 @@ class Encoder:
 
 
 class Scripted:
-    """Answers each turn with the next of these texts, instead of a policy that knows the tools."""
+    """Replaces a policy that knows the tools: answers each turn with the next of these texts."""
 
     def __init__(self, tokenizer: PromptTokenizer, texts: Sequence[str]) -> None:
         self._ids = [[*tokenizer.encode_plain(text), tokenizer.stop_token_ids[0]] for text in texts]
@@ -155,7 +155,7 @@ def test_the_pictures_of_tools_are_in_the_prompts_and_in_the_tree_once(tmp_path:
         record.output = RewardOutput(reward=reward)
     tree = build_tree("g0", records)
     check_tree(tree)
-    # The row's image occurs once in the tree, and each tool's image once per episode.
+    # The tree contains the row's image once, and each tool's image once per episode.
     assert [medium.item.description for medium in tree.media].count("[image 32×16]") == 1 and len(
         tree.media
     ) == 1 + 2 * 2

@@ -1,4 +1,4 @@
-"""The env whose tool runs Python code: results, mistakes of the model, and invalid settings."""
+"""Tests the env with a tool that runs Python code: results, mistakes of the model, and invalid settings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_answer_ends_the_episode_and_counts_calls() -> None:
 
 
 def test_the_calls_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many slow calls are the model's mistake, and never a step that exceeds env.step_timeout_s."""
+    """Many slow calls are a mistake of the model. The step never exceeds env.step_timeout_s."""
     monkeypatch.setattr("envs.python.LIMITS", dataclasses.replace(LIMITS, wall_s=1.0))
     config = PythonConfig(sandbox="none")
     env = PythonTool(EpisodeStart(row={"prompt": "p"}, group_seed=0, episode_seed=0), config)

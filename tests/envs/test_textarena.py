@@ -1,4 +1,4 @@
-"""The adapter against the real package TextArena, whose games draw from Python's global random state."""
+"""Tests the adapter with the real package TextArena. Its games draw from Python's global random state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def say(game: TextArenaGame, text: str) -> StepResult:
 
 
 def test_mastermind_is_played_to_its_end() -> None:
-    """A search over all codes wins with the game's answers."""
+    """A search over all codes wins the game."""
     game = TextArenaGame(EpisodeStart(row={}, group_seed=5, episode_seed=6), TextArenaConfig())
     assert "4 digits long" in game.reset()
     codes = [f"{n:04d}" for n in range(10_000) if set(f"{n:04d}") <= set("123456") and len(set(f"{n:04d}")) == 4]
@@ -50,7 +50,7 @@ def test_wrong_moves_are_told_and_then_end_the_game() -> None:
 
 
 def test_a_game_depends_on_its_seeds_alone_whatever_is_played_beside_it() -> None:
-    """2048 draws a tile from the global random state with each move."""
+    """The game 2048 draws a tile from the global random state with each move."""
 
     async def scene() -> None:
         config = TextArenaConfig(game="2048-v0")

@@ -1,4 +1,4 @@
-"""The command line of env=verifiers, and its refusals; `tests/agents_env/test_verifiers.py` plays a taskset."""
+"""Tests the command line of env=verifiers, and its refusals. `tests/agents_env/test_verifiers.py` plays a taskset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of an audio tower: from both file layouts, compared with transformers, and refusals."""
+"""Tests the settings of an audio tower: from both file layouts, compared with transformers, and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_file_for_all_processors_is_read_too(tmp_path: Path) -> None:
     file = folder / "preprocessor_config.json"
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": json.loads(file.read_text())}))
     before = read_audio_tower(FAMILY, CONFIG, model_folder=folder)
-    file.write_text(json.dumps({"patch_size": 16}))  # only the settings of images
+    file.write_text(json.dumps({"patch_size": 16}))  # the file has only the settings of images
     assert read_audio_tower(FAMILY, CONFIG, model_folder=folder) == before
 
 

@@ -1,4 +1,4 @@
-"""The audio tower: the rows of a clip equal transformers', and do not depend on other clips in the batch."""
+"""Tests the audio tower: a clip's rows equal transformers' rows, and do not depend on other clips in the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> AudioTower:
 
 @pytest.fixture(scope="module")
 def module(tower: AudioTower) -> torch.nn.Module:
-    """Makes a tower; its norms and biases are not at their initial values."""
+    """Makes a tower. Its norms and biases do not have their initial values."""
     torch.manual_seed(0)
     built = build_tower(tower, dtype=torch.float32)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def features(tower: AudioTower) -> list[np.ndarray]:
 def test_clips_of_many_lengths_give_the_rows_of_transformers(
     tower: AudioTower, module: Any, features: list[np.ndarray]
 ) -> None:
-    """Transformers pads all chunks to the longest one of the batch, which is a whole chunk here."""
+    """Transformers pads all chunks to the longest chunk of the batch, which is a complete chunk here."""
     whole = torch.from_numpy(np.concatenate(features, axis=1))
     with torch.no_grad():
         theirs = module(whole, feature_lens=torch.tensor(FRAMES)).last_hidden_state

@@ -1,4 +1,4 @@
-"""The rows of audio and timed videos, compared with the ids and positions of transformers' Qwen3-Omni."""
+"""Compares the rows of audio and timed videos with the ids and positions of transformers' Qwen3-Omni."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_ids_and_positions_are_those_of_transformers(shown: list[Any], heard: bo
 
 
 def test_a_sound_before_its_video_ends_decides_nothing() -> None:
-    """Only the rest of the longer one moves the positions, even if the other reaches further."""
+    """Only the rest of the longer item moves the positions, even if the other item reaches further."""
     rows = video_with_sound_rows(SEEN, HEARD, grid=[2, 2, 2], seconds=10.0, frames=10)
     assert rows.offsets[0].tolist() == [0, 1, 1, 2, 131, 132] and rows.advance == 133
     rows = video_with_sound_rows(SEEN, HEARD, grid=[1, 20, 20], seconds=1.0, frames=24)
@@ -115,7 +115,7 @@ def item_of(rows: ItemRows) -> MediaItem:
 
 
 class Grids:
-    """Holds transformers' inputs about the items."""
+    """Holds transformers' inputs that describe the items."""
 
     def __init__(self, shown: list[Any], *, heard: bool) -> None:
         self.images = torch.tensor([[1, *medium[1]] for medium in shown if medium[0] == "image"]).reshape(-1, 3)

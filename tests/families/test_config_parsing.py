@@ -1,4 +1,4 @@
-"""Tests the parsing of config.json, its refusals, and the choice of a folder's weight files."""
+"""Tests how config.json is parsed, refused files, and the choice of a folder's weight files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-# As published by Meta with Llama 3.1 and 3.2, in the format of transformers 4 (3.2 has factor 32).
+# The settings of Meta's Llama 3.1 and 3.2, in the format of transformers 4 (3.2 has factor 32).
 LLAMA_3_1 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -81,7 +81,7 @@ def test_either_spelling_is_the_same(family: str) -> None:
 
 
 def test_what_an_old_config_leaves_out() -> None:
-    """Llama 2's config.json lacks rope_theta and head_dim, the first Llama's num_key_value_heads."""
+    """Llama 2's config.json lacks rope_theta and head_dim. The first Llama's config.json lacks num_key_value_heads."""
     architecture = read_architecture(
         find_family("llama"), {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
     )
@@ -116,7 +116,7 @@ def test_frequencies_are_those_of_transformers(
     expected = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
     found = read_rope(values, family="llama").scaled(plain)
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
-    if kind == "llama3":  # unchanged, divided and intermediate frequencies
+    if kind == "llama3":  # there are unchanged, divided and interpolated frequencies
         ratio = plain / found
         assert (ratio == 1).any() and (ratio == scaling["factor"]).any()
         assert ((ratio > 1.01) & (ratio < scaling["factor"] * 0.99)).any()
@@ -191,7 +191,7 @@ def test_a_wrong_family_names_the_right_one(tmp_path: Path) -> None:
 
 
 def test_weights_that_stand_twice_in_a_folder_are_read_once(tmp_path: Path) -> None:
-    """Mistral's folders also contain consolidated.safetensors, the same weights under Mistral's own names."""
+    """Mistral's folders also contain consolidated.safetensors: the same weights with Mistral's names."""
     assert weight_files(tmp_path) == []
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).touch()

@@ -21,7 +21,7 @@ LENGTHS = (
 
 
 def inputs(lengths: Sequence[int], *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Returns random rows and states that require gradients; decays last for a few or for hundreds of rows."""
+    """Returns random rows and states that require gradients. Decays last for a few or for hundreds of rows."""
     random = torch.Generator().manual_seed(sum(lengths))
     rows = sum(lengths)
 

@@ -1,4 +1,4 @@
-"""Tests the reading of a model's config.json and of its end tokens."""
+"""Tests how a model's config.json and its end tokens are read."""
 
 from __future__ import annotations
 

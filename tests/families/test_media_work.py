@@ -46,7 +46,7 @@ SEEING = {
 
 
 def counted(work: Callable[[], Any]) -> int:
-    """Returns the multiplications that ``work`` computes; torch counts each as two operations."""
+    """Returns the number of multiplications in ``work``. torch counts each multiplication as two operations."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops()) // 2
@@ -62,7 +62,7 @@ def architecture_of(name: str, folder: Path) -> Architecture:
 
 
 def tower_module(tower: Any) -> Any:
-    """Builds a tower with eager attention, because torch does not count the products of its fused attention."""
+    """Builds a tower with eager attention, because torch does not count the products of fused attention."""
     module: Any = build_tower(tower, dtype=torch.float32)
     module.config._attn_implementation = "eager"
     return module
@@ -92,7 +92,7 @@ def test_the_products_of_an_audio_tower_are_those_that_torch_counts(frames: int,
 
 
 def no_delta_rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Replaces the delta rule, because torch does not count the products of its recurrent form."""
+    """Replaces the delta rule, because torch does not count the products of the recurrent form."""
     return torch.zeros_like(value), None
 
 
@@ -117,13 +117,13 @@ def test_the_products_of_a_row_are_those_that_torch_counts(
     few, more, most = of_rows(1), of_rows(2), of_rows(3)
     found = more - few - 3 * (most - 2 * more + few) // 2
     net = architecture.delta_net
-    if net is not None:  # reading the state, writing it, and the output
+    if net is not None:  # products that read the state, write the state and compute the output
         found += len(architecture.delta_layers) * 3 * net.value_heads * net.key_dim * net.value_dim
     assert row_products(architecture) == found
 
 
 def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) -> MediaItem:
-    """Makes an item that only has sizes."""
+    """Makes an item that has only sizes."""
     return MediaItem(
         kind="image", digest="", token_ids=b"", offsets=b"", advance=1, placeholder=[], grid=list(grid), width=1,
         height=1, audio_frames=audio_frames,
@@ -132,7 +132,7 @@ def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) ->
 
 def test_an_image_of_the_published_model_is_as_much_work_as_its_rows(tmp_path: Path) -> None:
     config, tiny = json.loads((SHAPES / "Qwen3-Omni-30B-A3B.json").read_text()), tiny_omni_config()["thinker_config"]
-    for part in ("vision_config", "audio_config"):  # the published sizes contain only those that a memory plan needs
+    for part in ("vision_config", "audio_config"):  # the published sizes lack sizes that a memory plan does not need
         config["thinker_config"][part] = tiny[part] | config["thinker_config"][part]
     config["thinker_config"] = tiny | config["thinker_config"]
     settings = tiny_omni_files()
@@ -143,5 +143,5 @@ def test_an_image_of_the_published_model_is_as_much_work_as_its_rows(tmp_path: P
     sound = item_work(architecture, item_of(audio_frames=3000))
     both = item_work(architecture, item_of(grid=(1, 64, 64), audio_frames=3000))
     assert both == pytest.approx(sound + item_work(architecture, item_of(grid=(1, 64, 64))))
-    assert sound == pytest.approx(115, abs=1)  # of 390 rows: 67 G products of convolutions, 248 G of the layers
+    assert sound == pytest.approx(115, abs=1)  # 390 rows: 67 G products of convolutions, 248 G products of the layers
     assert item_work(replace(architecture, vision=None, audio=None), item_of(audio_frames=3000)) == 0.0

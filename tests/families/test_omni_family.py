@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker: settings from a published folder, refusals, and the weights of both towers."""
+"""Tests Qwen3-Omni's thinker: settings from a published folder, refusals, and the weights of both towers."""
 
 from __future__ import annotations
 

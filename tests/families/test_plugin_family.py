@@ -1,4 +1,4 @@
-"""A model family as a plug-in file: the trainer, the embedded engine, the plan and the export all use it."""
+"""Tests a model family in a plug-in file: the trainer, the embedded engine, the plan and the export use it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_trainer_computes_what_transformers_does(seed_oss: tuple[Path, Any])
 
 
 def embedded_gaps(folder: Path, model: Any, *, family: Path, scratch: Path) -> tuple[float, float]:
-    """Returns `engine_gaps` of an embedded engine process that reads the family from a file."""
+    """Starts an embedded engine that reads the family from a file, and returns its `engine_gaps`."""
     token_file = scratch / "token"
     token_file.write_text("token")
     launch = EngineLaunch(
@@ -123,7 +123,7 @@ def exported(backend: Any, folder: Path, target: Path) -> bytes:
 def test_the_configuration_alone_names_it(
     seed_oss: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path is made absolute, every check before a start passes, and the plan counts the biases."""
+    """Relax makes a relative path absolute, every check before a start passes, and the plan counts the biases."""
     folder, model = seed_oss
     monkeypatch.chdir(REPOSITORY)
     words = ["model=folder", f"model.path={folder}", "model.task=arithmetic", "reward=math", "data=arithmetic"]
@@ -141,7 +141,7 @@ def test_the_owner_of_an_engine_hands_it_on(seed_oss: tuple[Path, Any], tmp_path
     """The engine's process has no configuration: its command line names the family."""
     folder, _ = seed_oss
     words = ["model=folder", f"model.path={folder}", f"model.family={FILE}", "engine.context_length=64"]
-    host: Any = object.__new__(EngineOwner)  # its thread would start an engine
+    host: Any = object.__new__(EngineOwner)  # the owner's thread would start an engine
     host.name, host.context = (
         "engine-0",
         SimpleNamespace(

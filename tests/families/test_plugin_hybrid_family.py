@@ -1,4 +1,4 @@
-"""A family with recurrent layers as a plug-in file: docs/plugins/hybrid_family.md shows the file."""
+"""Tests a family with recurrent layers in a plug-in file. docs/plugins/hybrid_family.md shows the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vision family as a plug-in file: every component reads from it the same as from Qwen3-VL's own record."""
+"""Tests a vision family in a plug-in file: all components read the same settings as from Qwen3-VL's own record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_same_folder_gives_the_weights_and_the_rows_of_qwen3_vl(house_vl: Pa
         (weight.name, tuple(weight.shape)) for weight in stored_weights(published)
     ]
     assert own.vision is not None and published.vision is not None
-    assert own.vision.alone() == published.vision.alone()  # the settings of the encode workers
+    assert own.vision.alone() == published.vision.alone()  # the encode workers have the same settings
     assert own.vision.vision.projector == published.vision.vision.projector
     assert dataclasses.replace(own, vision=None, family=published.family) == dataclasses.replace(published, vision=None)
 

@@ -1,4 +1,4 @@
-"""A pretrained model of a package is converted once into the cache; a damaged package or cache is refused."""
+"""Tests that a package's pretrained model is converted once into the cache, and that damage is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe(file: Path) -> Pretrained:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a cache with one conversion that three threads requested at the same time; tests copy it."""
+    """Returns a cache with one conversion that three threads requested at the same time. Tests copy this cache."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         package = make_installed(tmp_path_factory.mktemp("converted"), monkeypatch)
         with ThreadPoolExecutor(3) as threads:

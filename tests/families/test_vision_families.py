@@ -1,4 +1,4 @@
-"""Vision families: settings from a published folder, refusals, and the tower's weights."""
+"""Tests vision families: settings from a published folder, refusals, and the tower's weights."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", SEEING)
 def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: str) -> None:
-    """It has rope_parameters and num_local_experts, and omits norm_topk_prob."""
+    """Such a folder has rope_parameters and num_local_experts, and lacks norm_topk_prob."""
     config = tiny_config(name)
     family = find_family(config["model_type"])
     on_meta(config).config.save_pretrained(tmp_path)

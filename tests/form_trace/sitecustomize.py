@@ -1,9 +1,9 @@
-"""Records in every process of a run which classes hold samples (forms), and which files use them.
+"""Records in every process of a run the classes that hold samples (forms), and the files that use these classes.
 
-Python imports this module at the start of each process whose PYTHONPATH names this folder. A form is a class of Relax
-whose instances hold a sample's tokens: their ids, the loss mask over them, or the columns of bytes that carry them. A
+Python imports this module at the start of each process with this folder in its PYTHONPATH. A form is a class of Relax
+with instances that hold a sample's tokens: token ids, the loss mask over tokens, or byte columns that contain tokens. A
 file uses a form if one of its functions takes or returns an instance: alone, in a list, or as a field of an object.
-Each process appends lines `CLASS FILE` to its own file in the folder RELAX_FORM_TRACE.
+Each process appends lines `CLASS FILE` to a separate file in the folder RELAX_FORM_TRACE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 OURS = ("relax_core", "algorithms", "rewards", "envs", "data_sources")
 HOLDING = {"token_ids", "input_ids", "output_ids", "loss_mask", "columns"}
-NO_SAMPLE = {"LeaseRequest"}  # its columns are names
+NO_SAMPLE = {"LeaseRequest"}  # its columns are only names
 DEEPEST = 3
 ROOT = f"{os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}/"
 FOLDER = os.environ.get("RELAX_FORM_TRACE", "")
@@ -42,7 +42,7 @@ def look(value: Any, file: str, *, depth: int = 0) -> None:
 
 
 def meet(frame: FrameType, event: str, argument: Any) -> None:
-    """Handles a profile event of any thread: records the forms in a function's arguments or in its result."""
+    """Handles a profile event of any thread: records the forms in the arguments or the result of a function."""
     code = frame.f_code
     file = code.co_filename.removeprefix(ROOT)
     if event not in ("call", "return") or file.split("/")[0] not in OURS:

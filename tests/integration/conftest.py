@@ -1,4 +1,4 @@
-"""Finished runs that several tests check, made once per session."""
+"""Makes finished runs once per session. Several tests check these runs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ STRICT = ("mode=async", "mode.max_staleness=0", "run.steps=60", "eval.every=25",
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Returns a run with mode=async and max_staleness=0, without interruption."""
+    """Returns an uninterrupted run with mode=async and max_staleness=0."""
     return run_to_end(tmp_path_factory.mktemp("strict") / "run", *STRICT)

@@ -1,4 +1,4 @@
-"""A run with a gateway, from a user's view: orders for engines, and kills during an order."""
+"""Controls a run through its gateway like a user: orders engines, and kills processes during an order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERRIDES = (
     "gateway.port=0",
     "run.steps=100000",
     "run.export_hf=false",
-    "engine.max_running_samples=16",  # one engine is slower than training, so all engines get prompts
+    "engine.max_running_samples=16",  # the engine is slower than training, so all engines get prompts
     "eval.every=0",
 )
 JOINING = ("PENDING", "CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE")
@@ -28,7 +28,7 @@ OWNER, TRAINER = "ray::EngineOwner", "ray::PolicyTrainer"
 
 
 class ElasticRun:
-    """Holds a run that starts with one engine, and adds and removes engines.
+    """Holds a run that starts with one engine. Adds and removes engines.
 
     ``engine`` is a text that only command lines of engine processes contain.
     """
@@ -37,7 +37,7 @@ class ElasticRun:
         self.live = live
         self._engine = engine
         self._client = GatewayClient(live.folder)
-        self._seen = 0  # the newest group of the ledger that `first_group` has read
+        self._seen = 0  # newest ledger group that `first_group` has read
 
     def ask(
         self,
@@ -48,9 +48,9 @@ class ElasticRun:
         key: str = "",
         refusals: Sequence[int] = (),
     ) -> Any:
-        """Returns the answer of the gateway; retries while the gateway or its run restarts.
+        """Sends a request and returns the gateway's response. Retries while the gateway or its run restarts.
 
-        A refusal with a status in ``refusals`` is returned, too.
+        Also returns refusals with a status in ``refusals``.
         """
         answers: list[Any] = []
 
@@ -72,7 +72,7 @@ class ElasticRun:
         return answers[-1]
 
     def follow(self, way: str, order: Mapping[str, Any], *states: str) -> dict[str, Any]:
-        """Returns the order once it is in one of ``states`` or has ended."""
+        """Waits until an order is in one of ``states`` or has ended, and returns the order."""
         newest: dict[str, Any] = {}
 
         def reached() -> bool:
@@ -83,7 +83,7 @@ class ElasticRun:
         return newest
 
     def order(self, way: str, body: Mapping[str, Any], *, victim: str = "", state: str = "") -> dict[str, Any]:
-        """Gives an order, kills ``victim`` when the order is in ``state`` or later; returns the order at its end."""
+        """Creates an order and kills ``victim`` when the order is in ``state`` or later. Returns the ended order."""
         older = self.of_engines()
         order = self.ask("POST", f"/rollout/{way}", body, key=uuid.uuid4().hex)
         if victim:
@@ -101,7 +101,7 @@ class ElasticRun:
         return {pid for pid, line in self.live.processes().items() if command in line}
 
     def of_engines(self) -> set[int]:
-        """Returns the processes of all engines and of their owners."""
+        """Returns the processes of all engines and all engine owners."""
         return self.pids(self._engine) | self.pids(OWNER)
 
     def newcomers(self, command: str, *, older: set[int]) -> set[int]:
@@ -118,7 +118,7 @@ class ElasticRun:
     def kill(self, victim: str, *, older: set[int], joins: bool) -> None:
         """Kills a process.
 
-        ``older`` are engines and owners that must not be killed. A leaving engine may have left.
+        ``older`` are engines and engine owners that must not be killed. A leaving engine may have left already.
         """
         match victim:
             case "gateway":
@@ -138,11 +138,11 @@ class ElasticRun:
                 raise AssertionError(victim)
 
     def _of_the_start(self) -> set[int]:
-        """Returns the processes of the first engine, which never leaves: the oldest engine and the oldest owner."""
+        """Returns the processes of the first engine (it never leaves): the oldest engine and its owner process."""
         return {min(pids) for command in (self._engine, OWNER) if (pids := self.pids(command))}
 
     def engines(self) -> list[str]:
-        """Returns the ids of the engines that serve or join."""
+        """Returns the ids of engines that serve or join."""
         rows = self.ask("GET", "/rollout/engines")["engines"]
         return [row["id"] for row in rows if row["state"] in ("joining", "serving")]
 
@@ -157,13 +157,13 @@ class ElasticRun:
         return run
 
     def wait_alone(self) -> None:
-        """Waits until the first engine is the only engine and the processes of the others have ended."""
+        """Waits until the first engine is the only engine and the processes of all other engines have ended."""
         self.live.wait_for("one engine", lambda: self.engines() == ["engine-0"] and len(self.pids(self._engine)) == 1)
 
     def first_group(self, engine: str) -> float:
-        """Waits for a group on the bus with a response of this engine; returns the Unix time of its arrival.
+        """Waits for a group on the bus with a response of this engine. Returns the Unix time of the group's arrival.
 
-        Groups are read once, so call this for engines in the order in which they joined.
+        Each group is read only once, so call this for engines in the order of their joining.
         """
         came: list[float] = []
 

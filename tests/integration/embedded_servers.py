@@ -1,4 +1,4 @@
-"""Starts embedded engines as external servers, to which a run attaches by their addresses."""
+"""Starts embedded engines as external servers. A run attaches to them by address."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SIZES = ("--context-length", "64", "--max-running-samples", "16", "--max-total-t
 def server_command(
     model: Path, folder: Path, *more: str, module: Sequence[str] = ("relax_core.engines.embedded",)
 ) -> list[str]:
-    """Returns the command of a server whose key is in ``folder``; it keeps running without a standard input."""
+    """Returns the command of a server. Its key is in ``folder``. The server keeps running without standard input."""
     own = ["--stay", "--model-path", str(model), "--token-file", str(folder / "key"), *SIZES, *more]
     return [sys.executable, "-m", *module, *own]
 
 
 @contextmanager
 def servers(folder: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Starts servers and yields their addresses by the names of the commands; their key is in ``folder``."""
+    """Starts servers and yields their addresses by command name. Their key is in ``folder``."""
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_text(KEY)
@@ -40,5 +40,5 @@ def servers(folder: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[dic
 
 
 def attached_to(url: str, folder: Path) -> list[str]:
-    """Returns the overrides of a run that starts with the server at ``url``, whose key is in ``folder``."""
+    """Returns the overrides of a run that starts with the server at ``url``. The server's key is in ``folder``."""
     return [f"engine.urls=[{url}]", f"engine.token_file={folder / 'key'}", "run.save_every=0"]

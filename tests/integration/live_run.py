@@ -1,4 +1,4 @@
-"""A real run of `python -m relax_core` in its own session: tests observe and harm it; it must leave nothing behind."""
+"""Executes `python -m relax_core` in a separate session. Tests observe and harm the run. No remains are allowed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEADLINE_S = 600.0
 GONE_S = 60.0  # processes may end slowly on a loaded machine
 POLL_S = 0.02
 NOBODY = 65534  # user id
-MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
+MARK = "RELAX_TEST_RUN"  # environment variable of every process of the run
 
 NOTICED = re.compile("^tier [12] at step .*; (started again in place|all services start again from step)", re.MULTILINE)
-TIER = re.compile("^tier ([12]) at step ", re.MULTILINE)  # of a recovery
-MEDIA_LIBRARY = re.compile(r"\S*/site-packages/(PIL|av)/\S+")  # both have compiled modules
+TIER = re.compile("^tier ([12]) at step ", re.MULTILINE)  # line of a recovery in the output
+MEDIA_LIBRARY = re.compile(r"\S*/site-packages/(PIL|av)/\S+")  # both libraries have compiled modules
 TOLD_STEP = re.compile("^step [1-9]", re.MULTILINE)
 STOPPING = "stopping: a checkpoint is written"
 RECOVERED = "; training went on from step "
@@ -53,7 +53,7 @@ class FinishedRun:
     summary: dict[str, Any]
 
     def steps(self) -> list[dict[str, float]]:
-        """Returns the trainer's metrics of each step, in order; steps repeated after a resume have the last values."""
+        """Returns the trainer's metrics of each step, in order. Steps repeated after a resume have the last values."""
         return [values for _, values in sorted(_actor_steps(self.folder).items())]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ class FinishedRun:
 
 
 class LiveRun:
-    """Runs one command; a context manager that ends all processes of the run."""
+    """Runs one command. As a context manager, ends all processes of the run."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LiveRun:
         """
         self.folder = folder
         self._mark = secrets.token_hex(8)
-        # A short path, because of the socket names below it. All temporary files of the run are in here.
+        # A short path, because it contains sockets. It contains all temporary files of the run.
         self.temporary = Path(tempfile.mkdtemp(prefix="rt"))
         self._log = self.temporary.with_suffix(".log")
         prefix: list[str] = []
@@ -122,7 +122,7 @@ class LiveRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends processes and removes files of a failed test; a run that ended normally has none."""
+        """Ends processes and removes files of a failed test. A run that ended normally has no remains."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -136,7 +136,7 @@ class LiveRun:
 
     @property
     def pid(self) -> int:
-        """Returns the pid of the supervisor, the process that was started."""
+        """Returns the pid of the supervisor, which is the started process."""
         return self._process.pid
 
     def running(self) -> bool:
@@ -147,7 +147,7 @@ class LiveRun:
         return self._log.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
-        """Returns pid → command line of the run's living processes, by session or by the mark in the environment."""
+        """Returns pid → command line of the run's living processes: same session, or the mark in the environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and self._is_ours(int(entry.name)):
@@ -164,7 +164,7 @@ class LiveRun:
             return False
 
     def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
-        """Waits for a condition; fails with the run's output if the run ends before."""
+        """Waits for a condition. Fails with the run's output if the run ends first."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert self._process.poll() is None, f"the run ended before {what}:\n{self.output()}"
@@ -172,8 +172,8 @@ class LiveRun:
             time.sleep(POLL_S)
 
     def wait_step(self, step: int) -> None:
-        """Waits until the trainer has reported train step ``step`` and the controller has printed a step. Before that,
-        a stop writes no checkpoint.
+        """Waits until the trainer has reported train step ``step`` and the controller has printed a step. Before the
+        first printed step, a stop writes no checkpoint.
         """
         self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
         self.wait_for("a line about a step", lambda: TOLD_STEP.search(self.output()) is not None)
@@ -213,11 +213,11 @@ class LiveRun:
 
     # -- harm ---------------------------------------------------------------------------------------------------------
     def kill(self, command: str) -> int:
-        """Sends SIGKILL to the only process with ``command`` in its command line; returns its pid."""
+        """Sends SIGKILL to the only process with ``command`` in its command line. Returns the pid."""
         return self._signal(command, signal.SIGKILL)
 
     def freeze(self, command: str) -> int:
-        """Sends SIGSTOP to the only process with ``command`` in its command line; returns its pid."""
+        """Sends SIGSTOP to the only process with ``command`` in its command line. Returns the pid."""
         return self._signal(command, signal.SIGSTOP)
 
     def thaw(self, pid: int) -> None:
@@ -230,11 +230,11 @@ class LiveRun:
         return pid
 
     def kill_controller(self) -> None:
-        """Sends SIGKILL to the controller, but not to its supervisor, which has the same command line."""
+        """Sends SIGKILL to the controller, but not to the supervisor with the same command line."""
         os.kill(self._the_process(CONTROLLER, lambda pid, _: _short_name(pid) == CONTROLLER), signal.SIGKILL)
 
     def _the_process(self, what: str, is_meant: Callable[[int, str], bool]) -> int:
-        """Waits for exactly one matching process: a new fork has its parent's name for a moment."""
+        """Waits for exactly one matching process, because a new fork has its parent's name for a moment."""
         found: list[int] = []
 
         def one_is_there() -> bool:
@@ -245,14 +245,14 @@ class LiveRun:
         return found[0]
 
     def kill_owners(self) -> None:
-        """Sends SIGKILL to the controller and its supervisor at the same time, so that no process cleans up."""
+        """Sends SIGKILL to the controller and its supervisor at the same time. So no process cleans up."""
         os.kill(self._process.pid, signal.SIGSTOP)
         self.kill_controller()
         self._process.kill()
         self._process.wait(GONE_S)
 
     def kill_everything(self) -> None:
-        """Sends SIGKILL to all processes of the run, like a crash of the machine, and waits until none is left."""
+        """Sends SIGKILL to all processes of the run, like a crash of the machine, and waits for their end."""
         deadline = time.monotonic() + GONE_S
         while processes := self.processes():
             for pid in processes:
@@ -292,7 +292,7 @@ class LiveRun:
         return FinishedRun(code=code, output=self.output(), folder=self.folder, summary=summary)
 
     def places(self) -> list[Path]:
-        """Returns the run's folders under /tmp and in shared memory, without a cache of torch, which may stay."""
+        """Returns the run's folders under /tmp and in shared memory, except torch's cache, which may stay."""
         return [*self.temporary.glob("rlx-*"), *self._shared_memory()]
 
     def _shared_memory(self) -> list[Path]:
@@ -302,7 +302,8 @@ class LiveRun:
 def as_user(user: int) -> list[str]:
     """Returns the prefix of a command that root starts as another user.
 
-    This user may read every file, because Python and its packages may lie below /root, and may write only its own.
+    This user may read every file, because Python and its packages may be below /root. The user may write only files of
+    its own.
     """
     capability = "+dac_read_search"
     ids = (f"--reuid={user}", f"--regid={user}", "--clear-groups")
@@ -326,7 +327,7 @@ def _drawn(folder: Path) -> list[float]:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """Returns the records of all complete lines of metrics.jsonl."""
+    """Returns the records in all complete lines of metrics.jsonl."""
     try:
         text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -335,7 +336,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _short_name(pid: int) -> str:
-    """Returns the name as in `ps`; empty if the process has ended."""
+    """Returns the name as in `ps`, or "" if the process has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""

@@ -1,4 +1,4 @@
-"""Whole runs with agents: real processes call the endpoint, and their tokens are trained."""
+"""Tests whole runs with agents: real processes call the endpoint, and the run trains their tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
         "experiment=calculator",
         "env=agent",
         f"agent.command=python {ROOT / 'examples' / 'agents' / 'calculator.py'}",
-        f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # so that the test finds remaining processes
+        f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # the test finds remaining processes by this mark
         "algo.group_size=4",
         "rollout.prompts_per_step=2",
         "mode.max_staleness=1",
@@ -65,7 +65,7 @@ def test_a_program_with_a_tool_of_its_own_trains_and_is_evaluated(tmp_path: Path
 
 
 class Elsewhere(threading.Thread):
-    """Runs an agent that was not started by the run. It plays tasks until the run has ended."""
+    """Runs an external agent, which the run did not start. It plays tasks until the run has ended."""
 
     def __init__(self, run: LiveRun, *, leaves_first: bool) -> None:
         super().__init__(daemon=True)
@@ -84,7 +84,7 @@ class Elsewhere(threading.Thread):
                 result = play(given["task"], given["base_url"], given["api_key"])
                 assert self._post(f"/{given['session']}/end", result)["ended"]
                 self.played.append(given["uid"])
-            except OSError as error:  # no endpoint yet or any more, no task, or the attempt has ended
+            except OSError as error:  # the endpoint is not up, there is no task, or the attempt has ended
                 if isinstance(error, urllib.error.HTTPError) and error.code not in (410, 429, 503):
                     raise
                 time.sleep(0.2)
@@ -101,7 +101,7 @@ class Elsewhere(threading.Thread):
 
 
 def test_agents_elsewhere_play_a_run_and_one_that_falls_silent_is_replaced(tmp_path: Path) -> None:
-    """The task of the silent agent is assigned again, and each episode is trained once."""
+    """The task of the silent agent is assigned to another agent, and each episode is trained once."""
     with LiveRun(
         tmp_path / "run",
         "experiment=calculator",

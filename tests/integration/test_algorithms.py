@@ -1,4 +1,4 @@
-"""Whole runs with special needs of algorithms: groups refused before the bus, statistics over a step.
+"""Tests whole runs with special algorithms: groups that are refused before the bus, statistics over a step.
 
 The first run also sends notifications.
 """
@@ -25,7 +25,7 @@ SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0", "run.export_hf=false
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, list[tuple[str, str]]]:
     """Returns a colocate run with nearly greedy sampling: most groups have equal rewards and must be replaced.
 
-    The run notifies two receivers, of which one does not exist; also returns the other's messages.
+    The run notifies two receivers. One receiver does not exist. Also returns the messages to the existing receiver.
     """
     folder = tmp_path_factory.mktemp("refusing")
     with http_receiver() as told:
@@ -47,7 +47,7 @@ def test_refused_groups_are_persisted_and_replaced(refusing: tuple[FinishedRun, 
     books = run.summary["ledger"]
     assert books["trained"] == 6 * 8 * 16
     assert set(books["dropped"]) == {"all_equal"} and books["dropped"]["all_equal"] % 16 == 0
-    # After four dropped groups in a row the next is kept, so at most four are dropped for each trained group.
+    # After four dropped groups in a row the next group is kept. So the run drops at most four groups per trained group.
     assert books["dropped"]["all_equal"] <= 4 * books["trained"] + 4 * 16
     assert run.summary["staleness"]["max"] == 0
 
@@ -67,8 +67,8 @@ def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
 
 
 def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
-    """A KL in the reward, so that reference and recomputed log-probs reach the advantages; truncated samples are
-    masked; and the run is repeatable with its seed.
+    """The reward includes a KL, so reference and recomputed log-probs affect the advantages. Truncated samples are
+    masked. The run is repeatable with its seed.
     """
     keys = ("algo=reinforce_pp", "algo.group_baseline=false", "algo.kl_coef=0.05", "algo.kl_placement=reward")
     strict = ("algo.kl_estimator=k1", "algo.old_logprobs=actor_fwd", "mode.max_staleness=0")
@@ -79,12 +79,13 @@ def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
     books = run.summary["ledger"]
     assert set(books["dropped"]) == {"truncated"} and books["dropped"]["truncated"] > 0
     assert books["trained"] + books["dropped"]["truncated"] == 6 * 8 * 16
-    for values in run.steps():  # over the groups of the step, because none is stale
+    for values in run.steps():  # over the groups of the step, because no group is stale
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-5)
         assert 0.5 < values["algorithm/advantage_size"] <= 1.0
         assert 0.9 < values["algorithm/tis_weight"] < 1.1
         assert values["samples"] == pytest.approx(8 * 16 * (1 - values["truncated"]))
-    # The last bits of a forward pass depend on its groups; these are always a whole step, independent of timing.
+    # The last bits of a forward pass depend on its groups. These are always the groups of one complete step, at any
+    # timing.
     assert run.summary["run"]["repeatable"] is True
     passes = [metric for metric in read_metrics(run.folder) if metric.source in ("actor_fwd", "reference")]
     assert len(passes) == 2 * 6 and {record.values["groups"] for record in passes} == {8.0}

@@ -1,4 +1,4 @@
-"""Whole runs by `relax_core.run`: the examples of docs/api.md, a thread without a terminal, and external stops."""
+"""Tests whole runs by `relax_core.run`: the examples of docs/api.md, a thread without a terminal, external stops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def marked(mark: str) -> list[int]:
 
 
 def finished(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end and checks that nothing of its runs is left."""
+    """Runs a program to its end and checks that its runs leave nothing behind."""
     mark = secrets.token_hex(8)
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -93,7 +93,7 @@ def test_the_documents_examples_run(tmp_path: Path) -> None:
 
 
 def test_a_thread_runs_a_lambda_and_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a notebook, sys.stdout is neither a terminal nor descriptor 1."""
+    """As in a notebook, sys.stdout is not a terminal and not descriptor 1."""
     told: list[int] = []
     found: list[object] = []
     share = 0.5

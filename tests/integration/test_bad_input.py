@@ -1,4 +1,4 @@
-"""Output for a user's mistakes: the cause within one screen, an exit code, and nothing left behind."""
+"""Tests the output for a user's mistakes: the cause within one screen, an exit code, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPEC = RewardSpec(name="mine", summary="reads a key that is not there", config=C
 
 
 def assert_reported(run: FinishedRun, *words: str, code: int) -> None:
-    """Checks the last screen of output, because a slow machine prints more lines about its start."""
+    """Checks only the last screen of output, because a slow machine prints more lines about the start."""
     assert run.code == code, run.output
     screen = "\n".join(run.output.splitlines()[-SCREEN_LINES:])
     for word in words:
@@ -55,13 +55,13 @@ def assert_reported(run: FinishedRun, *words: str, code: int) -> None:
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Returns a check that a mistake is found in this process before anything starts, without a run folder."""
+    """Returns a check: this process finds the mistake before anything starts, and creates no run folder."""
 
     def refuse(*overrides: str, words: tuple[str, ...], codes: tuple[int, ...] = (2,)) -> None:
         folder = tmp_path / "run"
         assert main([f"run.dir={folder}", "run.panel=false", *overrides]) in codes
         output = capsys.readouterr()
-        told = output.err or output.out.split("\nModel ")[0]  # the verdict, if there is a plan
+        told = output.err or output.out.split("\nModel ")[0]  # only the verdict, if there is a plan
         assert all(word in told for word in words), told
         assert "Traceback" not in told and len(told.splitlines()) <= SCREEN_LINES
         assert not folder.exists()
@@ -70,7 +70,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 def failed(folder: Path, *overrides: str, words: tuple[str, ...]) -> FinishedRun:
-    """Checks a failure of a running run and returns the run."""
+    """Checks the failure of a started run and returns the run."""
     run = run_to_end(folder, "run.steps=4", *overrides)
     assert_reported(run, *words, code=1)
     assert run.summary.get("outcome", "failed").startswith("failed")
@@ -169,7 +169,7 @@ def test_a_reward_that_raises_is_named_with_its_file_and_line_before_anything_st
 
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_reward_that_fails_too_often_ends_the_run_with_the_first_cause(tmp_path: Path, isolated: bool) -> None:
-    """The reward's output is in the run's logs, and the share of its failures in the metrics."""
+    """The run's logs have the reward's output, and the metrics have the share of failures."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(REWARD.replace("score=score)", f"score=score, isolated={isolated})"))
     line = 1 + REWARD.splitlines().index('    return given.row["price"]')
@@ -186,7 +186,7 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_the_first_cause(tmp_pat
 
 
 def test_an_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
-    """Its start deadline is too short."""
+    """The start timeout of the engine is too short."""
     limit = "engine.start_timeout_s=0.01"
     words = ("engine-0 failed: ", "embedded engine did not start: process", limit, "engine-0.log")
     failed(tmp_path / "run", limit, *NO_EVAL, words=words)
@@ -195,7 +195,7 @@ def test_an_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yields a small file system with space for a few checkpoints; only root may mount it."""
+    """Yields a small file system with space for a few checkpoints. Only root may mount it."""
     folder = tmp_path_factory.mktemp("disk")
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, text=True)
     if mounted.returncode != 0:
@@ -206,13 +206,13 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def full_disk_run(small_disk: Path) -> FinishedRun:
-    """Returns a run whose disk is full before its third or fourth checkpoint, for longer than the run waits."""
+    """Returns a run. Its disk is full before the third or fourth checkpoint, for longer than the run waits."""
     settings = ("run.save_every=2", "run.keep_last=100", "run.steps=40", "run.stall_timeout_s=40", *NO_EVAL)
     return run_to_end(small_disk / "run", *settings)
 
 
 def test_a_full_disk_is_told_and_the_old_checkpoints_stay(full_disk_run: FinishedRun) -> None:
-    """Either the checkpoint or the ledger fails first on the full disk."""
+    """On the full disk, either the checkpoint or the ledger fails first."""
     ledger_first = "actor-0 failed: LedgerUnwritable" in full_disk_run.output
     words = (
         ("the ledger could not be written", f"{full_disk_run.folder}/ledger.sqlite", "database or disk is full")
@@ -227,7 +227,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoints_stay(full_disk_run: Finishe
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_before_the_disk_was_full(
     full_disk_run: FinishedRun, small_disk: Path
 ) -> None:
-    """The newest checkpoint names a wrong step: it is skipped, and the screen shows the reason."""
+    """The newest checkpoint names a wrong step. The run skips this checkpoint, and the screen shows the reason."""
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
     *_, whole, newest = full_disk_run.checkpoints()
     meta = full_disk_run.folder / "checkpoints" / f"step_{newest:08d}" / "meta.json"

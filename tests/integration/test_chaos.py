@@ -1,6 +1,6 @@
-"""Fixed selections of the injuries of `benchmarks.chaos`: no run ends and no sample is lost.
+"""Tests fixed selections of the injuries of `benchmarks.chaos`: no run ends and no sample is lost.
 
-CI has 16 injuries on three kinds of run; `make test-soak` has 60 on seven.
+CI has 16 injuries on three kinds of run. `make test-soak` has 60 injuries on seven kinds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.chaos import NOT_MET, SURVIVED, Draw, injured_run, possible_runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-IN_CI = {  # run → its injuries in this order
+IN_CI = {  # kind of run → injuries in this order
     "text": (
         *("kill gcs", "engine and owner", "stop raylet", "stop engine at birth", "kill gateway at birth"),
         "after the last train step",
@@ -69,7 +69,7 @@ def check(folder: Path, name: str, injuries: Sequence[str]) -> None:
     print(*draws, counts, sep="\n")
     assert [draw for draw in draws if not isinstance(draw, Draw) or draw.end not in (SURVIVED, NOT_MET)] == []
     assert [draw.injury for draw in draws if isinstance(draw, Draw)] == list(injuries)
-    # On a busy machine a phase may pass before the injury.
+    # On a busy machine a phase may end before the injury.
     assert sum(isinstance(draw, Draw) and draw.end == NOT_MET for draw in draws) <= 1
     assert not isinstance(counts, Draw) and counts.closed, counts
 

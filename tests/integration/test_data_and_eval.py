@@ -1,4 +1,4 @@
-"""Whole runs on realistic data: bad rows, long prompts, several files, several evaluation sets."""
+"""Tests whole runs on realistic data: bad rows, long prompts, several files, several evaluation sets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sets_of(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def in_two_parts(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Returns a run of six steps that resumes to twelve with moved data; after the resume more rows may be bad."""
+    """Returns a run of six steps, resumed to twelve steps with moved data. After the resume more rows may be bad."""
     folder = tmp_path_factory.mktemp("two-parts")
     data = write_training_rows(folder / "rows.jsonl")
     evaluated = (*STRICT, sets_of(folder))
@@ -74,7 +74,7 @@ def test_bad_rows_are_left_out_named_and_persisted_and_the_books_close(in_two_pa
     in_two_parts.assert_all_samples_accounted()
     books = in_two_parts.summary["ledger"]
     assert books["trained"] == 12 * 8 * GROUP_SIZE
-    assert books["dropped"].keys() == BAD.keys()  # every bad row was met, some of them twice
+    assert books["dropped"].keys() == BAD.keys()  # the run met every bad row, some of them twice
     named = {row["reason"]: row for row in in_two_parts.summary["bad_rows"]}
     for reason, row in named.items():
         assert row["row"] == str(BAD[reason]) and f"line {BAD[reason] + 1}: " in row["text"]
@@ -104,14 +104,14 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(in_two_parts: FinishedRun
     best = max(sorted(values), key=lambda step: values[step])
     assert in_two_parts.summary["best"] == {"metric": "eval/second/reward", "step": best, "value": values[best]}
     kept = set(in_two_parts.checkpoints())
-    if best > 0:  # else the best model is that of the start
+    if best > 0:  # otherwise the initial model is the best model
         assert os.readlink(in_two_parts.folder / "checkpoints" / "best") == f"step_{best:08d}"
     assert kept == {12, best} - {0} | ({12, best} & {12})
 
 
 @pytest.mark.soak
 def test_the_same_data_and_seed_give_the_same_run_to_the_bit(in_two_parts: FinishedRun, tmp_path: Path) -> None:
-    """Without interruption and in colocate mode: bad rows change neither the trained samples nor their batches."""
+    """Compares an uninterrupted run and a colocate run. Bad rows do not change trained samples or their batches."""
     data = write_training_rows(tmp_path / "rows.jsonl")
     overrides = (*STRICT, sets_of(tmp_path), "mode=colocate", f"data.path={data}", "run.steps=12")
     straight = run_to_end(tmp_path / "run", *overrides)
@@ -148,7 +148,7 @@ def test_relax_eval_finds_what_the_run_found(in_two_parts: FinishedRun, tmp_path
 
 
 def test_a_mixture_with_stop_strings_ends_early_where_nothing_gets_better(tmp_path: Path) -> None:
-    """With a learning rate near 0, the first evaluation remains the best."""
+    """With a learning rate near 0, the first evaluation remains the best evaluation."""
     many = write_lines(tmp_path / "many.jsonl", reversing(list(range(10000, 10060))))
     few_rows = reversing(list(range(20000, 20010)))
     few_rows[0]["prompt"] += " 1 2 3 4" * 400

@@ -1,4 +1,4 @@
-"""Whole runs of distillation: defaults; a trained run's folder as a teacher in an engine, colocate; and kills."""
+"""Tests whole runs of distillation: defaults, a trained run's folder as a teacher in an engine, and kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 70
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Returns a short run with the defaults: async, the built-in teacher, a forward pass."""
+    """Returns a short run with the defaults: async, the built-in teacher, forward passes of the teacher."""
     run = run_to_end(tmp_path_factory.mktemp("taught") / "run", *QUIET, f"run.steps={STEPS}", f"eval.every={STEPS}")
     assert run.code == 0, run.output
     run.assert_all_samples_accounted()
@@ -27,7 +27,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def test_the_student_reaches_its_teachers_level(taught: FinishedRun) -> None:
-    """The built-in teacher solves all held-out rows, the student one in five."""
+    """The built-in teacher solves all held-out rows. The untrained student solves one in five."""
     before, after = taught.summary["eval"]
     assert before["exact"] < 0.4 and after["exact"] >= 0.95
     first, last = taught.steps()[0], taught.steps()[-1]

@@ -1,4 +1,4 @@
-"""Engines are added to and removed from a training run over HTTP, and then the run is stopped over HTTP."""
+"""Tests that engines join and leave a run by HTTP requests, and that an HTTP request stops the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 
 def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Orders give the number of the run's engines; an external engine joins by its address."""
+    """An order sets the number of the run's engines. An external engine joins by its address."""
     command = server_command(tiny_model_folder("tiny_qwen3", task="reverse_digits"), tmp_path)
     key = f"engine.token_file={tmp_path / 'key'}"
     with (
@@ -66,7 +66,7 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 def weight_version(url: str) -> int:
-    """Returns the weight version of a server, -1 if its weights were removed."""
+    """Returns the weight version of a server, or -1 if its weights were removed."""
     client = EngineClient(url, KEY, request_timeout_s=30.0, control_timeout_s=30.0)
     try:
         assert client.ready()
@@ -114,7 +114,7 @@ def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weight
 
 
 async def order_on_the_page(link: str, folder: Path) -> None:
-    """Removes one of two engines and adds another engine with the buttons of the run's page."""
+    """Uses the buttons of the run's page to remove one of two engines and to add a new engine."""
     async with opened_browser(folder) as page:
         await page.size(1280, 900, dark=False)
         await page.call("Page.navigate", url=link)

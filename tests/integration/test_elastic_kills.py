@@ -1,4 +1,4 @@
-"""A process is killed while an engine joins or leaves: the order ends with a reason, and no sample is lost."""
+"""Tests kills while an engine joins or leaves: the order ends with a reason, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLS = (
     "run.max_restarts=20",
     "run.max_recoveries=20",
 )
-# Each process once while an engine joins or leaves; recoveries in place and from a checkpoint.
+# Kills each process once while an engine joins or leaves. Recoveries are in place or from a checkpoint.
 SOME = [
     ("gateway", "CREATING"),
     ("rollout", "HEALTH_CHECKING"),
@@ -42,7 +42,7 @@ OTHERS = [
 @pytest.mark.parametrize("kills", [SOME, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["some", "others"])
 def test_an_order_ends_whoever_is_killed(kills: Sequence[tuple[str, str]], tmp_path: Path) -> None:
     with LiveRun(tmp_path / "run", *KILLS) as live:
-        live.wait_step(6)  # a checkpoint exists
+        live.wait_step(6)  # by then a checkpoint exists
         elastic = ElasticRun(live)
         for victim, state in kills:
             joining = state in JOINING

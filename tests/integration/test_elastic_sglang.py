@@ -1,4 +1,4 @@
-"""SGLang servers are added to a run under load and removed again: servers of the run, and an external server."""
+"""Tests that SGLang servers join and leave a run under load: servers of the run, and an external server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "key-of-the-servers"
 
 
 def join_and_leave(elastic: ElasticRun, out: dict[str, object], into: dict[str, object], *, left: str) -> None:
-    """Orders an engine, waits for its first group, and orders its removal."""
+    """Orders a new engine, waits for its first group, and orders its removal."""
     began = time.time()
     order = elastic.order("scale_out", out)
     assert order["status"] == "ACTIVE", order
@@ -54,7 +54,7 @@ def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
 
 @contextmanager
 def server(folder: Path) -> Iterator[EngineProcess]:
-    """Yields an SGLang server that was not started by a run."""
+    """Yields an external SGLang server, which no run started."""
     (folder / "key").touch(mode=0o600)
     (folder / "key").write_text(KEY)
     process = EngineProcess.start(
@@ -73,7 +73,7 @@ def server(folder: Path) -> Iterator[EngineProcess]:
 
 
 def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
-    """It loads copies of the weights, which the run publishes in shared memory for its own server."""
+    """The external server loads copies of the weights. The run's server reads the weights from shared memory."""
     key = f"engine.token_file={tmp_path / 'key'}"
     with server(tmp_path) as foreign, LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, key, "run.save_every=0") as live:
         live.wait_step(2)

@@ -1,4 +1,4 @@
-"""The exported folder contains the trained model: transformers and the engine agree on it."""
+"""Tests that the exported folder contains the trained model: transformers and the engine agree on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_transformers_gives_the_exported_folder_the_engines_logprobs(strict: Fin
 
 
 def generate(folder: Path, prompts: list[list[int]], *, stop: list[int], scratch: Path) -> list[Generated]:
-    """Returns eight samples per prompt from an engine that serves the folder's weights."""
+    """Starts an engine with the folder's weights and returns eight samples per prompt."""
     (scratch / "token").write_text(TOKEN)
     engine = EngineProcess.start(
         EngineLaunch(

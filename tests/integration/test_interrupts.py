@@ -1,4 +1,4 @@
-"""Stops of a run: early, by a signal to all processes while a trainer dies, and twice."""
+"""Tests stops of a run: an early stop, a signal to all processes while a trainer dies, and two stops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: P
         services = {pid for pid, line in live.processes().items() if "ray::" in line and "IDLE" not in line}
         live.signal_all(signal.SIGTERM)
         live.wait_stop_received()
-        time.sleep(1.5 * AGAIN_S)  # processes that react to the signal besides the supervisor have ended by then
+        time.sleep(1.5 * AGAIN_S)  # wait: other processes than the supervisor that react to the signal end
         assert len(services) >= 4 and services <= live.processes().keys()  # bus, actor, engine, rollout
         live.kill(ACTOR)
         run = live.finish()
@@ -55,7 +55,7 @@ def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) 
         live.wait_step(2)
         live.interrupt()
         live.wait_stop_received()
-        time.sleep(1.5 * AGAIN_S)  # earlier it would count as the same Ctrl-C
+        time.sleep(1.5 * AGAIN_S)  # an earlier signal would count as the same Ctrl-C
         live.interrupt()
         run = live.finish(deadline_s=240.0)
     assert run.code == 130, run.output

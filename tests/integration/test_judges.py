@@ -1,4 +1,4 @@
-"""A judge's engine is killed in mid-run: answers have no reward until it is back, and the run continues."""
+"""Tests the kill of a judge's engine during a run: answers have no reward until its restart, and the run continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 20
 
 
 def test_a_killed_judge_costs_verdicts_and_no_episode_is_lost(tmp_path: Path) -> None:
-    """The tiny judge's verdict is the number that it writes; without a number there is no reward."""
+    """The tiny judge's verdict is the number in its text. Without a number there is no reward."""
     judge = tmp_path / "judge"
     shutil.copytree(tiny_model_folder("tiny_qwen3", task="reverse_digits"), judge)
     (tmp_path / "prompt.jinja").write_text("rev {{ response }}")

@@ -1,4 +1,4 @@
-"""kill -9 of a whole run at any moment: with resume=auto every step is done and every sample ends once."""
+"""Tests kill -9 of a whole run at any moment: with resume=auto the run does every step, and every sample ends once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVERRIDES = ("mode.max_staleness=1", f"run.steps={STEPS}", f"run.save_every={SAV
 
 
 def moment(seed: int) -> tuple[int, float]:
-    """Returns the train step, and the seconds after it, of the kill; some moments are before the first checkpoint."""
+    """Returns the moment of the kill: train step, and seconds after it. Some are before the first checkpoint."""
     chance = random.Random(seed)
     return chance.randrange(1, STEPS - 5), chance.uniform(0.0, 0.1)
 
@@ -34,10 +34,10 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     overrides = (*OVERRIDES, *held.overrides)
     with LiveRun(folder, *overrides) as live:
         live.wait_step(step)
-        time.sleep(delay_s)  # during the step, the push, or a checkpoint
+        time.sleep(delay_s)  # the kill comes during a step, a push, or a checkpoint
         live.kill_everything()
     kept = max((int(path.parent.name[5:]) for path in folder.glob("checkpoints/step_*/meta.json")), default=0)
-    newest_due = step // SAVE_EVERY * SAVE_EVERY  # it may still be under way; the previous checkpoint is complete
+    newest_due = step // SAVE_EVERY * SAVE_EVERY  # this checkpoint may be incomplete, the previous one is complete
     assert kept >= newest_due - SAVE_EVERY, "a due checkpoint is missing"
 
     held.let_go()
@@ -64,7 +64,7 @@ def test_at_any_moment(seed: int, tmp_path: Path) -> None:
 
 
 def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
-    """The run starts again; persisted events and metrics of the first attempt no longer count."""
+    """The run starts again. Persisted events and metrics of the first attempt no longer count."""
     held = TrainingGate(tmp_path, updates=12)
     overrides = ("mode.max_staleness=1", "run.steps=24", "run.save_every=0", "eval.every=0", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
@@ -85,7 +85,7 @@ def test_what_a_run_leaves_that_lost_its_supervisor_is_cleaned(tmp_path: Path) -
         doctor = [sys.executable, "-m", "relax_core", "doctor", "--clean"]
         environment = {**os.environ, "TMPDIR": str(live.temporary)}
         told, deadline = "", time.monotonic() + 60.0
-        while live.places():  # the kernel may release the locks late
+        while live.places():  # the kernel may release locks late
             assert time.monotonic() < deadline, told
             done = subprocess.run(doctor, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
             told += done.stdout

@@ -1,4 +1,4 @@
-"""kill -9 of an engine, a rollout worker and the trackers in mid-run: the run continues and the ledger is complete."""
+"""Tests kill -9 of an engine, a rollout worker and the trackers: the run continues and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
 def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_path: Path) -> None:
-    """The engine is killed after some steps, then the rollout worker and the trackers once training continues.
+    """The engine is killed after some steps. When training continues, the rollout worker and the trackers are killed.
 
-    `test_two_engines.py` and `test_rollout_workers.py` kill the two in a window of one step.
+    `test_two_engines.py` and `test_rollout_workers.py` kill engine and rollout worker with a staleness of one step.
     """
     steps = 60
     overrides = ("mode.max_staleness=0", f"run.steps={steps}", "eval.every=0", "run.save_every=0")
@@ -42,7 +42,7 @@ def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_pat
     run.assert_all_samples_accounted()
     assert run.summary["ledger"]["dropped"] == {}
     assert run.summary["staleness"]["max"] == 0
-    # Seeds belong to samples. A repeated group has other neighbours in its batch, so rounding may change a token;
-    # samples with other seeds would change a step's mean reward by about 0.03.
+    # Each sample has its seed. A repeated group shares its batch with other groups, so rounding may change a token.
+    # Samples with other seeds would change a step's mean reward by about 0.03.
     for values, expected in zip(run.steps(), strict.steps(), strict=True):
         assert values["reward"] == pytest.approx(expected["reward"], abs=0.01)

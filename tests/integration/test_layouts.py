@@ -1,4 +1,4 @@
-"""A mixture of experts with roles of several processes learns with routing replay; killed ranks recover."""
+"""Tests that a mixture of experts with roles of several processes learns with routing replay; killed ranks recover."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: P
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(3)
         live.kill(ACTOR_FWD_RANK)
-        held.allow(40)  # the lead notices it at its next group
+        held.allow(40)  # the lead rank notices the kill at its next group
         live.wait_recovered(2)
         live.wait_checkpoint(20)
         live.kill(ACTOR_RANK)
@@ -52,18 +52,18 @@ def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: P
     assert {other_rank["cause"], lead["cause"]} == {
         "actor_fwd-1 died",
         "actor_fwd-0 died",
-    }  # the lead restarts with it
+    }  # the lead rank restarts with the other rank
     assert other_rank["tier"] == lead["tier"] == 1
     assert (actor["tier"], actor["cause"]) == (2, "actor-1 died")
     assert actor["from_step"] >= 20
-    assert 1e-5 < run.summary["logprob_gap"]["max"] < 0.2  # caused by bfloat16, not by other experts
+    assert 1e-5 < run.summary["logprob_gap"]["max"] < 0.2  # the gap comes from bfloat16, not from other experts
     assert all(1.0 <= values["moe/max_load"] <= 8.0 for values in run.steps())
     rewards = [values["reward"] for values in run.steps()]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
 
 
 def test_what_the_last_stage_alone_raises_ends_the_run_at_once(tmp_path: Path) -> None:
-    """Otherwise the lead would wait for that stage's gradients until run.stall_timeout_s, without noticing a stop."""
+    """Otherwise the lead rank would wait for the stage's gradients until run.stall_timeout_s and ignore stops."""
     plugin = tmp_path / "broken.py"
     plugin.write_text(BROKEN_LOSS)
     broken = ("parallel=pp2", "algo=plugin", f"algo.name={plugin}", "eval.every=0")

@@ -1,4 +1,4 @@
-"""With rollout.lockstep, runs over an env of several turns are equal to the bit: async, time-shared, or resumed."""
+"""Tests that lockstep runs with an env of several turns are equal to the bit: async, time-shared, resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCKSTEP = (
 
 
 def assert_same_games(played: FinishedRun, reference: FinishedRun) -> None:
-    """Checks that weights and step metrics are equal to the bit, and turns are equal."""
+    """Checks that weights and step metrics are equal to the bit, and that the turns are equal."""
     assert_same_run(played, reference)
     steps = len(played.steps())
     episodes = episodes_of(played)
@@ -35,9 +35,9 @@ def assert_same_games(played: FinishedRun, reference: FinishedRun) -> None:
 
 
 def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
-    """Returns rows, versions, ends and rewards of each episode's turns, without times.
+    """Returns rows, versions, ends and rewards of each episode's turns, but no times.
 
-    An episode that was put but not trained when the run stopped is played again, with the same result.
+    Episodes that were put but not trained before the stop are played again, with the same result.
     """
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
         histories = [sample for step in range(len(run.steps())) for sample in ledger.samples({"step": step})]
@@ -74,7 +74,7 @@ def test_colocate_is_the_same_run_to_the_bit(side_by_side: FinishedRun, steps: i
 def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     side_by_side: FinishedRun, steps: int, tmp_path: Path
 ) -> None:
-    """The resumed run begins with an additional evaluation, which changes nothing."""
+    """The resumed run begins with an additional evaluation. It changes no result."""
     held = TrainingGate(tmp_path, updates=STOPPED_AFTER + 1)
     overrides = (*LOCKSTEP, f"run.steps={steps}", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:

@@ -1,4 +1,4 @@
-"""The README's real-file example: a JSONL file, scored by math-verify in killable workers."""
+"""Tests the README's example with a real file: a JSONL file, scored by math-verify in killable workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs with pictures: bad rows are counted by reason, no file has base64, an env shows a picture later."""
+"""Tests whole runs with pictures: bad rows counted by reason, no base64 in files, an env that shows a picture."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ SPEC = EnvSpec(name="show", summary="shows a picture", config=ShowConfig, open=S
 
 
 ROWS, EVAL_ROWS, STEPS, PROMPTS = 60, 8, 10, 8
-OTHER = "other.jsonl"  # the file of an evaluation set
-BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
+OTHER = "other.jsonl"  # file of the evaluation set
+BAD: dict[int, tuple[str, Any]] = {  # row → reason, and the value of the row's column
     3: ("missing_file", "files/nowhere.png"),
     4: ("missing_file", "files/nowhere.png"),
     9: ("outside_root", "files/link.png"),
@@ -87,7 +87,7 @@ BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
 def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
     """Writes 60 rows: pictures by path and inline, videos, text, and bad media.
 
-    Also returns the lost samples by reason. Rows are drawn in order until every step has its prompts.
+    Also returns the number of dropped samples by reason. The run draws rows in order until every step has its prompts.
     """
     shown = folder / "files"
     shutil.copytree(files_folder() / "train", shown)
@@ -122,7 +122,7 @@ def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
 
 
 def good_sources(file: Path) -> set[str]:
-    """Returns the images and videos of valid rows, also of the evaluation set."""
+    """Returns the images and videos of all valid rows, including the evaluation set."""
     found = {json.loads(line)["images"] for line in (file.parent / OTHER).read_text().splitlines()[:3]}
     for number, line in enumerate(file.read_text().splitlines()):
         row = json.loads(line)
@@ -134,7 +134,7 @@ def good_sources(file: Path) -> set[str]:
 
 
 def write_eval_set(folder: Path) -> None:
-    """Writes an evaluation set of four rows; the last row has a truncated picture."""
+    """Writes an evaluation set of four rows. The last row has a truncated picture."""
     pictures = ("files/red-00.png", "files/blue-01.png", "files/green-02.png", "files/cut.png")
     rows = [
         {"prompt": "<image>which colour?", "answer": picture[6:-7] or "none", "images": picture} for picture in pictures
@@ -162,7 +162,7 @@ def assert_relax_eval_finds_the_same(run: FinishedRun) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """Returns the data file and the samples that its bad rows cost in `STEPS` steps, by reason."""
+    """Returns the data file, and by reason the number of samples that its bad rows cost in `STEPS` steps."""
     folder = tmp_path_factory.mktemp("rows") / "data"
     folder.mkdir()
     made = write_rows(folder)
@@ -184,7 +184,7 @@ def strict_overrides(file: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def straight(rows: tuple[Path, dict[str, int]], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Returns a run of ten steps at staleness 0 on data in which one row in ten is bad."""
+    """Returns a run of ten steps at staleness 0. One data row in ten is bad."""
     return run_to_end(tmp_path_factory.mktemp("straight") / "run", *strict_overrides(rows[0]))
 
 
@@ -201,8 +201,9 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert [bad_row["reason"] for bad_row in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
     assert "files/nowhere.png" in named[0]["text"] and "files/cut.png" in named[3]["text"]
     gap = run.summary["logprob_gap"]
-    # The largest gap is that of one token of 1,550 and depends on the processor that trained the model's warm start:
-    # 2e-6 to 2.9e-5 were observed. tests/train/test_parity_media.py checks 2e-5 for models with random weights.
+    # The largest gap is the gap of one token of 1,550. It depends on the processor that trained the model's warm start:
+    # gaps between 2e-6 and 2.9e-5 were observed. tests/train/test_parity_media.py checks 2e-5 for models with random
+    # weights.
     assert gap["tokens"] > 0 and gap["mean"] <= TOLERANCE / 20 and gap["max"] <= 5 * TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -212,7 +213,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert last["bad_media"] == sum(reasons.values()) / GROUP_SIZE
     for reason, samples in reasons.items():
         assert last[reason.replace(":", "/")] == samples / GROUP_SIZE
-    # Each source once, although every row is used several times and evaluations request it again.
+    # Each source is encoded once, although the run uses every row several times and evaluations request it again.
     assert last["encoded"] == len(good_sources(file))
     assert len(list((run.folder / "thumbnails").glob("*.png"))) == 16
     for path in run.folder.rglob("*"):
@@ -227,7 +228,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
 def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
-    """The weights equal those of an asynchronous run without a stop: mode and resume change no bit."""
+    """The weights equal the weights of an asynchronous run without a stop: mode and resume change no bit."""
     held = TrainingGate(tmp_path, updates=5)
     overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
@@ -246,9 +247,9 @@ def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
 
 
 def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
-    """Turns are aborted at weight changes and continue; the trees have the picture in their branches.
+    """Turns are aborted at weight changes and continue. The trees have the picture in their branches.
 
-    Two rollout workers share the groups. The picture of one row in four is truncated, which drops only its episodes.
+    Two rollout workers share the groups. One row in four has a truncated picture; only its episodes are dropped.
     """
     env = tmp_path / "show.py"
     env.write_text(ENV.replace("FOLDER", repr(str(files_folder() / "train"))))

@@ -1,4 +1,4 @@
-"""docs/metrics.md against a run: every metric is described, and the metrics of all runs are present."""
+"""Compares docs/metrics.md with a run: the page describes every metric, and the run has all required metrics."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_the_page_lists_what_a_run_writes(strict: FinishedRun) -> None:
     for event, values in zip(lengths, steps, strict=True):
         assert event.histogram_value.num == values["samples"]
         assert event.histogram_value.max == values["response_tokens/max"]
-        # On-policy the engine's and the trainer's entropy are equal.
+        # In an on-policy run, the engine's entropy equals the trainer's entropy.
         assert values["entropy"] == pytest.approx(values["algorithm/surprisal"], abs=2e-5)

@@ -1,4 +1,4 @@
-"""A whole run with all kinds of media and one bad row in ten: exact counts by reason and modality."""
+"""Tests a whole run with all kinds of media and one bad row in ten: exact counts by reason and modality."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.live_run import FinishedRun, run_to_end
 pytestmark = pytest.mark.integration
 
 GROUP_SIZE, PROMPTS, STEPS, ROWS = 2, 8, 10, 120
-BAD: dict[int, tuple[str, dict[str, Any]]] = {  # row → the reason in the ledger, and its content without the answer
+BAD: dict[int, tuple[str, dict[str, Any]]] = {  # row → reason in the ledger, and row content without the answer
     2: ("bad_media:missing_file", {"prompt": "<image>which colour?", "images": "nowhere.png"}),
     11: ("bad_media:truncated", {"prompt": "<image>which colour?", "images": "cut.png"}),
     23: ("bad_media:truncated", {"prompt": "<video>which way?", "videos": "cut.mp4"}),
@@ -66,7 +66,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def expected() -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """Returns the dropped samples by reason, and the samples of each modality by their end."""
+    """Returns the expected dropped samples by reason, and the samples of each modality by their end."""
     reasons: Counter[str] = Counter()
     ends: dict[str, Counter[str]] = defaultdict(Counter)
     drawn = itertools.count()

@@ -1,4 +1,4 @@
-"""Strictly on-policy runs are equal to the bit: time-shared, async, or stopped and resumed."""
+"""Tests that strictly on-policy runs are equal to the bit: time-shared, async, or stopped and resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_same_run(run: FinishedRun, reference: FinishedRun) -> None:
     """Checks that tokens, losses and weights are equal to the bit."""
     assert len(run.steps()) == len(reference.steps()) == run.summary["steps"]
     for step, (values, expected) in enumerate(zip(run.steps(), reference.steps(), strict=True)):
-        assert values.keys() >= {*FROM_WEIGHTS, "reward", "tokens"}  # the other metrics are those of one reward
+        assert values.keys() >= {*FROM_WEIGHTS, "reward", "tokens"}  # the other metrics belong to one kind of reward
         for name in (*FROM_TOKENS, *FROM_WEIGHTS):
             assert values.get(name) == expected.get(name), f"{name} differs at step {step}"
     assert run.summary["eval"][-1] == reference.summary["eval"][-1]
@@ -37,7 +37,7 @@ def assert_same_run(run: FinishedRun, reference: FinishedRun) -> None:
 
 
 def test_every_sample_is_kept_with_what_the_trainer_made_of_it(strict: FinishedRun) -> None:
-    """The sample log has the samples of the ledger, and the trainer's log-probs of their tokens equal the engine's."""
+    """The sample log has the ledger's samples. The trainer's log-probs of their tokens equal the engine's log-probs."""
     assert_samples_kept(strict.folder)
 
 
@@ -67,7 +67,7 @@ def assert_samples_kept(folder: Path) -> None:
     group = [views.sample(row["id"]) for row in index.find({"group": fresh[0]["group_uid"]}, order="oldest")[1]]
     rewards = np.array([kept_sample["reward"] for kept_sample in group if kept_sample is not None])
     advantages = np.array([kept_sample["tokens"][-1]["advantage"] for kept_sample in group if kept_sample is not None])
-    assert np.corrcoef(rewards, advantages)[0, 1] > 0.999  # GRPO's are the group's rewards, shifted and scaled
+    assert np.corrcoef(rewards, advantages)[0, 1] > 0.999  # GRPO shifts and scales the group's rewards
 
 
 def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) -> None:
@@ -80,7 +80,7 @@ def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) ->
 
 
 def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
-    """No time is counted twice: the parts on the trainer's path take at most the step's time, and none is negative."""
+    """No time is counted twice: the parts on the trainer's path take at most the step's time. No part is negative."""
     assert len(strict.steps()) == 60, strict.output
     for step, values in enumerate(strict.steps()):
         parts = [values[f"{part}_ms"] for part in STEP_PARTS]
@@ -94,7 +94,7 @@ def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
 
 @pytest.mark.integration
 def test_colocate_over_transfer_queue_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    """Neither the mode nor the bus that carries the rows changes a bit."""
+    """The mode and the bus do not change any bit."""
     colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate", "bus=transfer_queue")
     assert colocate.code == 0, colocate.output
     colocate.assert_all_samples_accounted()

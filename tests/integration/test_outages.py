@@ -1,4 +1,4 @@
-"""A run continues after a temporarily full disk and a locked ledger, and loses no sample."""
+"""Tests that a run continues after a temporarily full disk and a locked ledger, and loses no sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK_S = 120.0
 
 
 def test_a_full_disk_and_a_lock_on_the_ledger_are_waited_out(small_disk: Callable[[str], Path]) -> None:
-    """The pause is reported on the screen and, while the trainer waits for its snapshot, in the wait graph."""
+    """The screen reports the pause. The wait graph also reports it while the trainer waits for its snapshot."""
     disk = small_disk("150m")
     with LiveRun(disk / "run", *SETTINGS) as live:
         live.wait_checkpoint(4)
@@ -38,7 +38,7 @@ def test_a_full_disk_and_a_lock_on_the_ledger_are_waited_out(small_disk: Callabl
     run.assert_all_samples_accounted()
     assert run.summary["recoveries"] == [] and run.summary["steps"] == STEPS
     assert run.checkpoints()[-1] == STEPS
-    assert len(run.steps()) == STEPS  # no metric of a step is lost
+    assert len(run.steps()) == STEPS  # the metrics of all steps are there
     lines = (run.folder / "logs" / "recoveries.log").read_text()
     assert BEGINS + FULL in lines and ENDS + LOCKED in lines
 

@@ -1,5 +1,5 @@
-"""Plug-ins of five kinds in one run: the files of docs/plugins/, each with a non-default value, from a project that
-also has packages `algorithms` and `rewards`.
+"""Tests plug-ins of five kinds in one run: the files of docs/plugins/, each with a non-default setting. The user's
+project also has packages `algorithms` and `rewards`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EXAMPLES = ROOT / "examples" / "plugins"
 
 
 def make_project(folder: Path) -> None:
-    """Makes packages with the names of Relax's packages; a wrong import of them ends the process. The reward's file is
-    in one of them and imports a neighbouring module.
+    """Makes packages with the names of Relax's packages. A wrong import of these packages ends the process. One package
+    contains the reward's file, which imports a neighbouring module.
     """
     for package in ("algorithms", "rewards", "envs", "launchers"):
         (folder / package).mkdir()
@@ -52,11 +52,10 @@ def test_a_file_on_the_command_line_trains(tmp_path: Path) -> None:
     assert run.summary["ledger"]["trained"] == 8 * 8 * 8
     steps = run.steps()
     for values in steps:
-        # The baseline is the group's lowest reward: no advantage is negative, and the ratio is 1, so no loss is above
-        # 0.
+        # The baseline is the group's lowest reward: no advantage is negative. The ratio is 1, so no loss is above 0.
         assert values["loss"] <= 0.0 and values["algorithm/advantage"] >= 0.0
     assert any(values["loss"] < 0.0 and values["grad_norm"] > 0.0 for values in steps)
-    # The saved configuration has the files and their values, so that the run can be resumed.
+    # The saved configuration has the plug-in files and their settings, so the run can be resumed.
     saved = (run.folder / "config.yaml").read_text()
     assert f"name: {file}" in saved and "quantile: 0.0" in saved
     assert f"name: {project}/rewards/mine.py" in saved and "target: 4" in saved

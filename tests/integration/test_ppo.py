@@ -1,4 +1,4 @@
-"""Whole runs of PPO with its critic: async and time-shared, stopped and resumed, and with a lost critic."""
+"""Tests whole runs of PPO with its critic: async and time-shared, stopped and resumed, and with a lost critic."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
     assert strict.summary["staleness"]["max"] == 0
     for values in strict.steps():
         assert values["updates"] == UPDATES_A_STEP
-        assert values["logprob_gap_max"] <= 2e-5  # of the first update, which has the engine's weights
+        assert values["logprob_gap_max"] <= 2e-5  # covers the first update, which has the engine's weights
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-4)  # whitened over the step
     first, last = strict.steps()[0], strict.steps()[-1]
     assert first["value/explained_variance"] < 0.2
@@ -48,7 +48,7 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
 
 
 def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, tmp_path: Path) -> None:
-    """The first part is async, the second time-shared; together they equal the run without a stop."""
+    """The first part is async, the second part time-shared. Together they equal the run without a stop."""
     held = TrainingGate(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
     strict_held = (*STRICT, *held.overrides)
     with LiveRun(tmp_path / "run", *strict_held) as live:
@@ -69,7 +69,7 @@ def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, t
 
 @pytest.mark.chaos
 def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
-    """Its weights are trainer state: all services go back to the newest checkpoint, and the run is equal."""
+    """The critic's weights are trainer state: all services go back to the newest checkpoint. The run is equal."""
     held = TrainingGate(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
     with LiveRun(tmp_path / "run", *STRICT, *held.overrides) as live:
         live.wait_checkpoint(8)

@@ -1,4 +1,4 @@
-"""launcher=ray_job against a real Ray cluster with its dashboard and a token."""
+"""Tests launcher=ray_job on a real Ray cluster with a dashboard and a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.control.host.ray_session import new_token_file
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 POLL_S = 0.1
-ADDRESS = re.compile("RAY_API_SERVER_ADDRESS='(http://[0-9.:]+)'")  # in the output of `ray start`
+ADDRESS = re.compile("RAY_API_SERVER_ADDRESS='(http://[0-9.:]+)'")  # the address in the output of `ray start`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def wait_for_address(head: subprocess.Popen[bytes], log_file: Path) -> str:
-    """Returns the address of the head's dashboard, which chose a free port."""
+    """Returns the address of the head's dashboard. The dashboard chose a free port."""
     deadline = time.monotonic() + DEADLINE_S
     while (found := ADDRESS.search(log_file.read_text())) is None:
         assert head.poll() is None and time.monotonic() < deadline, log_file.read_text()
@@ -105,7 +105,7 @@ def wait_until_it_takes_jobs(address: str, token_file: Path) -> None:
 
 def test_the_exit_code_is_the_runs_own(cluster: RayCluster, tmp_path: Path) -> None:
     token = f"launcher.token_file={cluster.token_file}"
-    nowhere = ["model=qwen3", "model.path=/nowhere"]  # an error that is found on the cluster
+    nowhere = ["model=qwen3", "model.path=/nowhere"]  # only the cluster finds this error
     done = cluster.relax(token, f"run.dir={tmp_path}/run", *nowhere)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "model.path=/nowhere: no such folder." in done.stdout

@@ -1,4 +1,4 @@
-"""Processes die or freeze in mid-run: the run recovers in place or from a checkpoint, and the ledger is complete."""
+"""Tests processes that die or freeze: the run recovers in place or from a checkpoint, and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false")
 
 
 def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
-    """Checks that all steps are done and every sample has one end and is not stale; returns the recoveries."""
+    """Checks that all steps are done and every sample has one end and is not stale. Returns the recoveries."""
     assert run.code == 0, run.output
     assert run.summary["steps"] == run.summary["steps_recorded"] == steps
     run.assert_all_samples_accounted()
@@ -44,7 +44,7 @@ def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -
         run = live.finish()
     other_rank, bus = assert_whole(run, steps=45)
     assert (other_rank["tier"], other_rank["from_step"]) == (2, 0)
-    # The lead may report the loss of its other rank before Ray reports that rank's death.
+    # The lead rank may report the loss of the other rank before Ray reports the death of this rank.
     assert other_rank["cause"] == "actor-1 died" or other_rank["cause"].startswith(
         "actor-0 failed: RankLost: actor-1 was lost"
     )
@@ -60,10 +60,10 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_checkpoint(4)
         live.kill(ACTOR)
-        live.wait_recovered(1)  # the new trainer ends its 12 updates by step 24
+        live.wait_recovered(1)  # the new trainer pauses after 12 updates, at step 24 or before
         live.freeze(ADVANTAGES)
         live.wait_noticed(2)
-        held.allow(24)  # by step 36
+        held.allow(24)  # pauses at step 36 or before
         live.wait_recovered(2)
         live.freeze(ENGINE)
         held.let_go()
@@ -114,9 +114,10 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state stopped" in first
     told = [alarm for alarm in read_alarms(run.folder) if alarm.event == "stalled"]
-    # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s and is reported first.
+    # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s, and the run reports the start
+    # first.
     assert [alarm.kind for alarm in told] == ["new", "over"] * (len(told) // 2)
     new = [alarm.text for alarm in told if alarm.kind == "new"]
     assert sum("blocker: rollout-0" in text for text in new) == 1
     assert all("blocker: rollout-0" in text or "train step 0 of" in text for text in new), new
-    assert "no train step ended" in run.output  # on stderr, too
+    assert "no train step ended" in run.output  # stderr has the report, too

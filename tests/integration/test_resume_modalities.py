@@ -1,4 +1,4 @@
-"""Whole runs of models with sounds and with layer states: a stopped and resumed run is equal to the bit."""
+"""Tests stopped and resumed runs of models with sounds and with layer states: they are equal to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIX = "data.mix={video: 0.25, text: 0.25, image: 0.5}"
     ids=["omni", "states", "mix"],
 )
 def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """At staleness 0, also with the cursor of a mix by modality."""
+    """Runs at staleness 0. Also restores the cursor of a mix by modality."""
     straight = run_to_end(tmp_path / "straight", *STRICT, *arguments)
     assert straight.code == 0, straight.output
     straight.assert_all_samples_accounted()

@@ -1,4 +1,4 @@
-"""A run of a Qwen2 folder learns, resumes in another layout than its checkpoint's, and exports the saved model."""
+"""Tests a run of a Qwen2 folder: it learns, resumes a checkpoint in another layout, and exports the saved model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = ("parallel.tp=2", "parallel.dp=2", "parallel.distributed_optimizer=true"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a Qwen2 with an untied head, with the built-in model's size and warm start."""
+    """Returns a folder of a Qwen2 with an untied head, and the size and warm start of the built-in model."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     path: Path = tmp_path_factory.mktemp("qwen2")

@@ -1,4 +1,4 @@
-"""A whole run that exploits its reward: the shadow notices, the run halts and resumes from before the onset."""
+"""Tests a run that exploits its reward: the shadow reward notices it, the run halts and resumes before the onset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.live_run import run_to_end
 
 pytestmark = pytest.mark.integration
 
-# The reward accepts every answer, its shadow only those of the first 40 groups.
+# The reward accepts every answer. The shadow reward accepts only answers in the first 40 groups.
 PLUGIN = """
 from dataclasses import dataclass
 from relax_core.contracts.reward import RewardConfig, RewardOutput, RewardSpec

@@ -1,4 +1,4 @@
-"""Several rollout workers share the prompts of a run, and one of them is killed with groups in flight."""
+"""Tests rollout workers that share the prompts of a run: one worker is killed with groups in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS = 40
 OVERRIDES = (
     "rollout.workers=2",
-    "rollout.over_sampling=1.5",  # each worker follows the versions and learns which of its groups have ended
+    "rollout.over_sampling=1.5",  # each worker follows the versions and learns the ends of its groups
     "mode.max_staleness=1",
     f"run.steps={STEPS}",
     "eval.every=20",
@@ -35,8 +35,8 @@ def test_one_of_two_rollout_workers_is_killed_and_nothing_is_lost(tmp_path: Path
         live.wait_for("the first evaluation", lambda: evaluated(live.folder) == [0])
         workers = [pid for pid, line in live.processes().items() if ROLLOUT in line]
         assert len(workers) == 2
-        os.kill(workers[1], signal.SIGKILL)  # groups of the next versions wait at the engine for both workers
-        held.allow(25)  # past the evaluation of version 20, before or after its worker is back
+        os.kill(workers[1], signal.SIGKILL)  # groups of both workers wait at the engine for the next versions
+        held.allow(25)  # allows the evaluation of version 20, with or without the worker
         live.wait_noticed(1)
         live.wait_for("an evaluation of version 20 or a later one", lambda: max(evaluated(live.folder)) >= 20)
         held.let_go()

@@ -1,4 +1,4 @@
-"""docs/datum.md lists the forms of a sample and the number of their files; a real run confirms both."""
+"""Compares docs/datum.md with a real run: the page lists the forms of a sample and their number of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo on a real SGLang server: it learns as on the embedded engine, and a killed server restarts."""
+"""Tests the demo on a real SGLang server: it learns as on the embedded engine, and a killed server restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.training_gate import TrainingGate
 
 pytestmark = [pytest.mark.sglang, pytest.mark.integration]
 SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
-GAP = 1e-4  # largest float32 log-prob difference of engine and trainer on tokens of the newest weights
+GAP = 1e-4  # largest float32 log-prob difference between engine and trainer on tokens of the newest weights
 
 
 def assert_on_policy(run: FinishedRun) -> None:
@@ -72,7 +72,7 @@ def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_p
 
 @pytest.mark.soak
 def test_a_judge_on_a_server_of_its_own_gives_the_rewards(tmp_path: Path) -> None:
-    """The tiny judge's verdict is the number that it writes; without a number there is no reward."""
+    """The tiny judge's verdict is the number in its text. Without a number there is no reward."""
     judge = tmp_path / "judge"
     shutil.copytree(tiny_model_folder("tiny_qwen3", task="reverse_digits"), judge)
     (tmp_path / "prompt.jinja").write_text("rev {{ response }}")

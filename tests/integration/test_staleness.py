@@ -1,4 +1,4 @@
-"""The staleness window holds and every prompt is trained once, without interruption and over a stop and a resume."""
+"""Tests that the staleness limit holds and every prompt is trained once, uninterrupted or with a stop and a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET = ("eval.every=0", "run.save_every=0")
 
 
 def samples_ahead(max_staleness: int) -> int:
-    """Returns the number of samples that the first weights draw without training: as far as the window allows."""
+    """Returns how many samples the first weights generate before training: as many as the staleness limit allows."""
     return (max_staleness + 1) * 8 * 16
 
 
@@ -28,7 +28,7 @@ def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: in
 
 
 def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) -> None:
-    """The first part trains the oldest tokens that its window allows; both parts train every prompt once."""
+    """The first part trains tokens of the maximum staleness. Together the parts train every prompt once."""
     held = TrainingGate(tmp_path, updates=0)
     overrides = ("mode.max_staleness=4", *QUIET, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides, "run.steps=100000") as live:

@@ -1,4 +1,4 @@
-"""A run with bus=transfer_queue survives the loss of the queue's processes."""
+"""Tests that a run with bus=transfer_queue survives the loss of the queue's processes."""
 
 from __future__ import annotations
 

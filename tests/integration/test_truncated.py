@@ -1,4 +1,4 @@
-"""A whole run with top_p and min_p is on-policy in every role, with a layout for each role, over the second bus."""
+"""Tests that a run with top_p and min_p is on-policy in every role, with a layout per role and bus=transfer_queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 2e-5
 
 
 def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
-    """GSPO's clip range is so narrow that any difference of distributions would clip every sample."""
+    """With GSPO's narrow clip range, any difference of the distributions would clip every sample."""
     run = run_to_end(
         tmp_path / "run",
         "algo=gspo",

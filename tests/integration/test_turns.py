@@ -1,4 +1,4 @@
-"""A whole run over an env with turns: every token's log-prob equals the engine's, and the ledger is complete."""
+"""Tests a whole run with an env of several turns: every log-prob equals the engine's, and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ISOLATED_GUESS = isolated_number_guess.__file__
 
 def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Running turns are aborted at a weight change and continue with the new weights. The reward scores the last
-    response, so that rewards differ within a group.
+    response, so rewards differ within a group.
     """
     run = run_to_end(
         tmp_path / "run",
@@ -58,7 +58,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
     turns = [turn for event in puts if event["event"] == "put" for turn in event["made"]["turns"]]
     assert len(turns) > 4 * 4 and all(turn["ended_s"] >= turn["began_s"] > 0 for turn in turns)
 
-    # The checkpoint plays: the terminal shows whole conversations with marked responses.
+    # The checkpoint plays: the terminal shows complete conversations with marked responses.
     assert play.main([f"checkpoint={run.folder}", "--episodes=2", "env.highest=3"]) == 0
     output = capsys.readouterr().out
     assert output.count("user: guess a number from 1 to 3\nassistant: ⟦") == 2
@@ -68,7 +68,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
 
 
 def test_an_evaluation_leaves_the_places_of_env_workers_to_training(tmp_path: Path) -> None:
-    """The evaluation has more episodes than places; it must not occupy them while it waits for the train step."""
+    """The evaluation has more episodes than slots. It must not occupy slots while it waits for the train step."""
     run = run_to_end(
         tmp_path / "run",
         f"env.name={ISOLATED_GUESS}",

@@ -1,5 +1,5 @@
-"""Two engines, more prompts than the steps need, and groups aborted at each weight change; one engine is stopped for a
-while, and then one is killed.
+"""Tests two engines with over-sampling and groups that are aborted at each weight change. One engine is stopped for a
+while, and later one engine is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS = 40
 OVERRIDES = (
     "engine.count=2",
-    "engine.max_running_samples=4",  # one group at a time: much slower than training, so weights change in mid-group
+    "engine.max_running_samples=4",  # one group at a time: slower than training, so weights change within groups
     "algo.group_size=4",
     "rollout.prompts_per_step=32",
     f"run.steps={STEPS}",
@@ -32,9 +32,9 @@ OVERRIDES = (
     "eval.every=0",
     "run.save_every=0",
     "run.export_hf=false",
-    "run.heartbeat_timeout_s=600",  # so that the stopped engine is not killed
+    "run.heartbeat_timeout_s=600",  # the run must not kill the stopped engine
 )
-STILL_STEPS = 6  # train steps that are done while an engine is stopped
+STILL_STEPS = 6  # train steps while an engine is stopped
 
 
 def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
@@ -46,7 +46,7 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
         engines = [pid for pid, line in live.processes().items() if ENGINE in line]
         assert len(engines) == 2
         os.kill(engines[1], signal.SIGSTOP)
-        live.wait_step(10 + STILL_STEPS)  # no process waits for its push or its samples
+        live.wait_step(10 + STILL_STEPS)  # no process waits for the stopped engine
         assert stall_command.main([str(live.folder)]) == 0, "the run continues, and its controller answers"
         os.kill(engines[1], signal.SIGCONT)
         os.kill(engines[0], signal.SIGKILL)

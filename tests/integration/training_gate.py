@@ -1,6 +1,6 @@
-"""Pauses training at a number of updates until the test continues it.
+"""Pauses training after a number of updates until the test continues training.
 
-So a test acts on a run before the run's end, on machines of any speed.
+So a test can act on a run before its end, on machines of any speed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NO_LIMIT = 1_000_000_000
 
 
 class TrainingGate:
-    """Writes a plug-in of an algorithm into ``folder``, with which each training process waits after ``updates``
-    optimizer updates. A restarted process counts from 0. ``overrides`` select the plug-in in a run.
+    """Writes an algorithm plug-in into ``folder``. With it each training process waits after ``updates`` optimizer
+    updates. A restarted process counts from 0. ``overrides`` select the plug-in in a run.
     """
 
     def __init__(self, folder: Path, *, updates: int, algorithm: str = "grpo") -> None:
@@ -51,7 +51,7 @@ class TrainingGate:
         self.overrides = ("algo=plugin", f"algo.name={plugin}")
 
     def allow(self, updates: int) -> None:
-        """Sets the total number of updates of each process."""
+        """Sets the total number of updates that each process may do."""
         new = self._limit.with_suffix(".new")
         new.write_text(str(updates))
         os.replace(new, self._limit)

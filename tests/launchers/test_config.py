@@ -1,4 +1,4 @@
-"""Checks of a launcher's configuration, and the files that it writes for the machines of the run."""
+"""Tests the checks of a launcher's configuration, and the files that a launcher writes for the run's machines."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def test_the_end_of_a_run_is_read_back(tmp_path: Path) -> None:
 def test_every_key_of_a_launcher_is_read() -> None:
     source = "".join(file.read_text() for file in Path(launchers.__file__).parent.rglob("*.py"))
     keys = {field.name for launcher in LAUNCHERS.values() for field in dataclasses.fields(launcher)}
-    shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # tests/test_imports.py checks these
+    shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # checked in tests/test_imports.py
     assert [key for key in sorted(keys - shared) if f"launcher.{key}" not in source] == []

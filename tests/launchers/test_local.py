@@ -48,7 +48,7 @@ def test_resume_auto_looks_in_the_folder_that_was_named_and_nowhere_else(tmp_pat
     config = config_for(tmp_path / "new", resume="auto")
     assert make_run_folder(config) == tmp_path / "new"
     save_config(config, tmp_path / "new")
-    assert make_run_folder(config) == tmp_path / "new"  # again after a preemption before the first checkpoint
+    assert make_run_folder(config) == tmp_path / "new"  # a new start after a preemption without checkpoints
 
 
 def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_pa
     os.utime(old, (1, 1))
     assert make_run_folder(config) == newest
     checkpoint = newest / "checkpoints" / "step_00000100"
-    checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed while it was being replaced
+    checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed during the replacement
     assert make_run_folder(config) == newest
 
 
@@ -122,7 +122,7 @@ def test_the_run_has_the_date_of_its_first_start(
 def test_a_resumed_run_keeps_the_dtype_that_auto_chose_at_its_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str | None
 ) -> None:
-    """The current machine would choose another dtype. No serialiser of the run knows the class of the choice."""
+    """The current machine would choose another dtype. Serializers of the run do not know the class of the choice."""
     config, seen = config_for(tmp_path / "run", resume="auto"), []
     config.model.dtype = DtypeByMachine("float32")
     point = None if saved is None else ResumePoint(folder=tmp_path, step=1, snapshot=b"", dtype=saved)

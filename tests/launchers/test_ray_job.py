@@ -1,4 +1,4 @@
-"""The job that a Ray cluster receives; tests/integration/test_ray_job.py submits one to a cluster."""
+"""Tests the job that a Ray cluster receives. tests/integration/test_ray_job.py submits a job to a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RayJobLauncherConfig
 
 POD_SPEC = {"containers", "volumes"}
-# Fields of KubeRay's RayJob, ray.io/v1, that the manifest uses, as in its API reference.
+# The fields of KubeRay's RayJob (ray.io/v1) that the manifest uses, from KubeRay's API reference.
 RAY_JOB = {"entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
@@ -27,7 +27,7 @@ FOR_KUBERAY = (
     "launcher.volume_claim=runs",
     "run.dir=/data/runs/one",
     "model=qwen3",
-    "model.path=/data/models/nowhere",  # the cluster has this folder, this machine does not
+    "model.path=/data/models/nowhere",  # only the cluster has this folder
 )
 
 

@@ -1,4 +1,4 @@
-"""The batch script and the parsing of Slurm's answers, without a Slurm; tests/slurm has tests with a real one."""
+"""Tests the batch script and the parsing of Slurm's output, without Slurm. tests/slurm has tests with a real Slurm."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_dry_run_needs_no_slurm_and_without_slurm_nothing_is_made(
 
 
 def write_command(folder: Path, name: str, text: str) -> None:
-    """Writes a command that gives the same answers as Slurm's command on a cluster."""
+    """Writes a fake command that prints the same output as Slurm's command on a cluster."""
     file = folder / name
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)

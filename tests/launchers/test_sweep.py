@@ -1,4 +1,4 @@
-"""Sweeps on this machine, and the metrics of their runs that a sweeper optimizes."""
+"""Tests sweeps on this machine, and the run metrics that a sweeper optimizes."""
 
 from __future__ import annotations
 

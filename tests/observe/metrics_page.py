@@ -1,4 +1,4 @@
-"""Reads from docs/metrics.md the described tags, and the tags that every run has."""
+"""Reads docs/metrics.md: the described tags, and the tags that every run has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Returns (tag, unit, when) of each tag; a ``<part>`` of a tag stands for any name."""
+    """Returns (tag, unit, when) of each tag. In a tag, ``<part>`` means any name."""
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -21,7 +21,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def not_described(tags: Iterable[str]) -> set[str]:
-    """Returns those of ``tags`` ("<source>/<name>") that the page does not describe."""
+    """Returns the tags in ``tags`` ("<source>/<name>") that the page does not describe."""
     patterns = [re.compile(re.sub(r"<\w+>", r"[^/]+", re.escape(tag))) for tag, _, _ in rows()]
     return {tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns)}
 

@@ -1,4 +1,4 @@
-"""Real receivers on loopback: an HTTP server and an SMTP server, which record the received messages."""
+"""Real receivers on loopback: an HTTP server and an SMTP server that record the received messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Message:
-    """Holds the received titles and texts in order; the first ``refusals`` messages are refused."""
+    """Holds the received titles and texts in order. The first ``refusals`` messages are refused."""
 
     messages: list[tuple[str, str]] = field(default_factory=list)
     refusals: int = 0
@@ -55,7 +55,7 @@ def serving(make: Callable[[], socketserver.BaseServer]) -> Iterator[int]:
 
 @contextmanager
 def http_receiver() -> Iterator[Message]:
-    """Runs an HTTP server that takes the JSON messages of Apprise."""
+    """Runs an HTTP server that receives the JSON messages of Apprise."""
     told = Message()
 
     class Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ def http_receiver() -> Iterator[Message]:
 
 @contextmanager
 def smtp_receiver() -> Iterator[Message]:
-    """Runs a server of the few SMTP commands that an e-mail needs (RFC 5321)."""
+    """Runs a server with the few SMTP commands that an e-mail needs (RFC 5321)."""
     told = Message()
 
     class Handler(socketserver.StreamRequestHandler):

@@ -1,4 +1,4 @@
-"""Messages reach real HTTP and SMTP receivers; a receiver that refuses, hangs or is dead is named and delays none."""
+"""Tests messages to real HTTP and SMTP receivers. A bad, hanging or dead receiver is named and delays no other."""
 
 from __future__ import annotations
 

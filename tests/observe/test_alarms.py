@@ -1,4 +1,4 @@
-"""Alarms: a message per cause, reminders, a message at the end; the next controller reads sent messages."""
+"""Tests alarms: a message per cause, reminders, a message at the end. The next controller knows the sent messages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_best_is_the_largest_mean_so_far(values: list[float | None], steps: 
     for end, state in enumerate(states(rule, values), 1):
         measured = [value for value in values[:end] if value is not None and not math.isnan(value)]
         means = [math.fsum(measured[at : at + steps]) / steps for at in range(len(measured) - steps + 1)]
-        if means and abs(means[-1] - share * max(means)) > 1e-9:  # where rounding cannot decide
+        if means and abs(means[-1] - share * max(means)) > 1e-9:  # skips cases that depend on rounding
             assert state.is_true(rule) == (max(means) > 0 and means[-1] < share * max(means))
         assert means or not state.is_true(rule)
 

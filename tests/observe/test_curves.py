@@ -1,4 +1,4 @@
-"""The plot is optional: its failure ends no run."""
+"""Tests that the plot is optional: its failure does not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event log: many writers, one order, torn lines, a full disk, resumes, cursors and hostile files."""
+"""Tests the event log: many writers, one order, incomplete lines, a full disk, resumes, cursors and hostile files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_writers_are_read_in_order_of_time_and_a_cursor_gives_each_event_once(tm
     reader = EventReader(tmp_path)
     assert [record.time_s for record in reader.each()] == [1.0, 2.0, 3.0, 4.0] and reader.count == 4
     assert reader.read() == []
-    write(tmp_path, "actor-0", numbers(2, time_s=5.0))  # the writer was restarted, so this is another file
+    write(tmp_path, "actor-0", numbers(2, time_s=5.0))  # the writer has restarted, so this is another file
     assert len(event_files(tmp_path)) == 3
     later = EventReader(tmp_path, cursor=json.loads(json.dumps(reader.cursor)))
     assert [record.step for record in later.each()] == [2] == [record.step for record in reader.each()]
@@ -84,16 +84,16 @@ def test_a_resume_undoes_later_steps_whatever_the_clocks_say(tmp_path: Path) -> 
     write(tmp_path, "actor-0", *(numbers(step, time_s=100.0 + step) for step in range(4)))
     assert controller.begin_attempt(2) == 1
     controller.close()
-    early = numbers(2, time_s=50.0, reward=0.9)  # from a host whose clock is slow
+    early = numbers(2, time_s=50.0, reward=0.9)  # from a host with a slow clock
     write(tmp_path, "actor-0", early, attempt=1)
     reader = EventReader(tmp_path)
     records = [record for record in reader.each() if isinstance(record, MetricRecord)]
     assert [(record.source, record.step) for record in records][4:] == [("run", 2), ("actor", 2)]
     assert [record.step for record in without_undone(records)] == [0, 1, 2] and records[-1] == early
-    write(tmp_path, "actor-0", numbers(1, time_s=9.0), numbers(3, time_s=9.0))  # by the abandoned attempt
+    write(tmp_path, "actor-0", numbers(1, time_s=9.0), numbers(3, time_s=9.0))  # written by the abandoned attempt
     assert [record.step for record in reader.each()] == [1]
     second_writer = EventWriter(tmp_path, "controller")
-    assert second_writer.begin_attempt(2) == 2  # another process continues
+    assert second_writer.begin_attempt(2) == 2  # another process continues the log
     second_writer.close()
 
 

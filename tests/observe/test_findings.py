@@ -1,4 +1,4 @@
-"""Findings about a finished run, and their absence in a healthy run."""
+"""Tests findings about a finished run, and that a healthy run has no findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_reward_that_fell_is_told_with_its_best_and_its_last_steps() -> None:
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e-3])
 @pytest.mark.parametrize("shape", ["flat", "climbs", "dips and comes back", "loses a little"])
 def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
-    """Tries many seeds, because users ignore warnings that healthy runs show."""
+    """Tries many seeds, because users ignore warnings that also appear in healthy runs."""
     curve = {
         "flat": [0.5] * 200,
         "climbs": climbs(200, 0.3, 0.95),

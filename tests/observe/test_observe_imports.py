@@ -1,4 +1,4 @@
-"""A process that records metrics imports only the libraries that it uses."""
+"""Tests that a process that records metrics imports only the libraries that it uses."""
 
 from __future__ import annotations
 

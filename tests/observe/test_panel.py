@@ -1,4 +1,4 @@
-"""The panel on a real pseudo-terminal and into a pipe, and its cost in time."""
+"""Tests the panel on a real pseudo-terminal and in a pipe, and its cost in time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run_on_terminal(*arguments: str) -> str:
     try:
         while chunk := os.read(ours, 65536):
             seen += chunk
-    except OSError:  # Linux raises it when the other end is closed
+    except OSError:  # Linux raises this error when the other end is closed
         pass
     finally:
         os.close(ours)
@@ -102,7 +102,7 @@ def test_on_a_terminal_the_panel_is_drawn_at_most_twice_a_second() -> None:
     seconds = time.monotonic() - start
     screen = ESCAPE.sub("", seen)
     frames = screen.count("╭─ Relax")
-    # in addition to the timed frames: one after the stray print, and one when the panel closes
+    # in addition to the timed frames: a frame after the stray print, and a frame when the panel closes
     assert 3 <= frames <= 2 * seconds + 4
     assert "\x1b[?25l" in seen and "\x1b[?25h" in seen  # the cursor is hidden, and shown again at the end
     last = screen[screen.rindex("╭─ Relax") :]
@@ -148,7 +148,7 @@ def test_what_is_starting_is_said_once_and_before_any_role_can_tell() -> None:
             starting = [RoleState(name=name, state="starting", since_s=1.0, detail=detail) for name in workers]
             panel.update(PanelState(step=0, roles=starting))
         panel.update(PanelState(step=0, roles=[replace(role, state="running") for role in starting]))
-        with panel:  # this block is inside the first
+        with panel:  # this block is inside the first panel's block
             panel.update(PanelState(step=3))
     assert out.getvalue().splitlines() == [
         "Relax · grpo · 40 steps · /runs/x",
@@ -184,7 +184,7 @@ def test_a_stalled_run_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_frame_costs_so_little_that_two_a_second_are_no_load(
     make_record: MakeRecord, progress: BusProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts function calls, which are equal on every machine: 52,000 took 7 ms of a core."""
+    """Counts function calls, because this count is equal on every machine: 52,000 calls took 7 ms of a core."""
     monkeypatch.setattr(panel_module, "REFRESH_S", 0.0)
     records = [
         make_record("actor", step, reward=0.5, exact=0.5, samples=8, tokens=64, step_ms=20.0) for step in range(2000)
@@ -375,7 +375,7 @@ def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint(
 
 
 def test_a_line_has_the_figures_of_its_own_step(make_record: MakeRecord) -> None:
-    """State and records arrive separately, and either may be ahead of the other."""
+    """State and records arrive separately, in any order."""
     out = io.StringIO()
     with Panel(30, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
         for done, recorded in ((10, 20), (20, 20), (30, 20), (30, 30)):

@@ -1,4 +1,4 @@
-"""Resource usage of a process and its children, measured on real processes."""
+"""Tests the resource usage of a process and its children on real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report at the end of a run, and the plot of its curves."""
+"""Tests the report at the end of a run, and the plot of its curves."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_lines_of_a_report_into_a_file_are_whole(
     lines = capsys.readouterr().out.splitlines()
     (samples,) = (line for line in lines if line.startswith("samples"))
     assert len(samples) > 80 and "issued" in samples and samples.rstrip().endswith("trained twice")
-    assert not [line for line in lines if line.startswith("   ")]  # the rest of a wrapped line
+    assert not [line for line in lines if line.startswith("   ")]  # such a line would be the rest of a wrapped line
 
 
 def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:

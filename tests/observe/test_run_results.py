@@ -1,4 +1,4 @@
-"""Results of a run's rewards and judges in the summary and the panel, compared with values computed by hand."""
+"""Compares the results of a run's rewards and judges in the summary and the panel with values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded samples of a process: tokens, fates, steps undone by a resume, incomplete and removed files."""
+"""Tests the recorded samples of a process: tokens, ends, steps undone by a resume, incomplete and removed files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(log: SampleLog, step: int, *trees: TokenTree, gap: float = 0.5) -> Non
 def test_what_is_put_and_trained_is_read_back(tmp_path: Path) -> None:
     rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
     rollout.put(group(3))
-    train(actor, 0, tree(2), tree(3))  # group 2 is trained, but its own record is missing
+    train(actor, 0, tree(2), tree(3))  # group 2 is trained, but its record is missing
     train(actor, 0, tree(3), gap=9.0)  # a later epoch
     rollout.close(timeout_s=60.0)
     actor.close(timeout_s=60.0)
@@ -108,7 +108,7 @@ def test_samples_that_are_counted_without_a_pass_have_no_log_probs_of_the_traine
 
 
 def test_how_a_sample_ended_comes_from_the_ledger(tmp_path: Path) -> None:
-    """The ledger may record an end before or after the samples arrive; a group that is played again has no end yet."""
+    """The ledger may record an end before or after the samples arrive. A group that is played again has no end yet."""
     log = open_log(tmp_path)
     index = SampleIndex(tmp_path, None)
     index.take_ledger([("g00000000.1", "stale"), ("g00000001.0", "over_sampled")])
@@ -128,7 +128,7 @@ def test_how_a_sample_ended_comes_from_the_ledger(tmp_path: Path) -> None:
 
 
 def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
-    """The checkpoint is that of one step: step 1 and groups made after it are undone, and made again."""
+    """The checkpoint covers one step. Step 1 and groups made after the checkpoint are undone, and made again."""
     rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
     for step in range(2):
         rollout.put(group(step, version=step))
@@ -153,7 +153,7 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
 
 
 def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of an earlier attempt are undone, and those of the later attempt are not, for any size of the pieces."""
+    """For any size of pieces, records of the earlier attempt are undone, and records of the later attempt are kept."""
     for start in (0, 4):
         attempt = resume(tmp_path, start)
         rollout, actor = (open_log(tmp_path, worker, attempt=attempt) for worker in ("rollout-0", "actor-0"))

@@ -1,4 +1,4 @@
-"""Files of the sinks are read back by TensorBoard's reader and by a plain JSON parser."""
+"""Reads the files of the sinks back with TensorBoard's reader and a plain JSON parser."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tensorboard_reads_the_histogram_and_json_lines_leave_it_out(tmp_path: P
 
 
 def test_each_dashboard_of_tensorboard_has_its_own_tags(tmp_path: Path, make_record: MakeRecord) -> None:
-    """TensorBoard fixes a tag's type by its first event, so numbers, histograms and texts share no tag."""
+    """TensorBoard takes a tag's type from its first event, so numbers, histograms and texts must not share a tag."""
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     sink = TensorBoardSink(tmp_path)
     rows: list[dict[str, TextCell]] = [{"prompt": "<b>p</b>", "exact": True}, {"prompt": "q\n# r", "exact": False}]
@@ -235,7 +235,7 @@ def test_a_collector_gets_gauges_and_a_refusal_is_raised(collector: Collector, t
     newest = points["relax.actor.reward"][1]
     assert newest.time_unix_nano == 2_500_000_000
     assert [(attribute.key, attribute.value.int_value) for attribute in newest.attributes] == [("step", 4)]
-    for collector.status in (503, 302):  # a redirect would send the headers to another address
+    for collector.status in (503, 302):  # following a redirect would send the headers to another address
         with pytest.raises(RuntimeError, match=f"answers {collector.status}"):
             sink.write(BATCH)
     assert len(collector.bodies) == 3

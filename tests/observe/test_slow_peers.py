@@ -1,4 +1,4 @@
-"""Stragglers among peers: properties over any times, and the limits at which a process is reported."""
+"""Tests stragglers among peers: properties for any times, and the limits at which a process is reported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_not_all_are_slow_and_the_fastest_never_is(steps: list[dict[str, Work]])
 
 @given(work=works, factors=st.lists(amounts, min_size=WINDOW_STEPS, max_size=WINDOW_STEPS))
 def test_equals_with_different_amounts_of_work_are_not_slow(work: Work, factors: list[float]) -> None:
-    """A rank with twice the token rows may take twice as long."""
+    """A rank with twice as many token rows may take twice the time."""
     steps = [
         {
             name: Work(wall_ms=scaled(work, (place + 1) * factor).wall_ms, amount=(place + 1) * factor)
@@ -125,7 +125,7 @@ def test_the_part_with_the_largest_difference_is_told_and_who_is_missing_is_left
 def test_engines_with_other_batches_of_the_same_speed_are_equal(
     times: dict[int, DecodeTime], engines: int, share: float
 ) -> None:
-    """An engine that decodes more, fewer or other batches is not slower; only the time of a step counts."""
+    """An engine that decodes more, fewer or other batches is not slower. Only the time of a decode step counts."""
     found = compared_decoding(
         {
             f"engine-{engine}": {
@@ -168,7 +168,7 @@ def test_an_engine_whose_batches_no_other_decoded_is_not_compared() -> None:
 # -- waits for a core -------------------------------------------------------------------------------------------------
 @given(waits=st.lists(st.floats(min_value=0.1, max_value=0.9), min_size=4, max_size=4))
 def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> None:
-    """The ranks do the same work; with too few cores, their waits for a core differ by up to ten times."""
+    """The ranks do the same work. With too few cores, their waits for a core differ by a factor of up to ten."""
     ranks = {
         name: Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
         for name, wait in zip(NAMES, waits, strict=True)
@@ -185,7 +185,7 @@ def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> No
 
 @given(wait=st.floats(min_value=0.2, max_value=0.9))
 def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
-    """Another program uses its core."""
+    """Another program uses the core of this rank."""
     usual = Work(wall_ms={"forward": 60.0})
     late = Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
     found = compared_work([{**dict.fromkeys(NAMES, usual), NAMES[2]: late}] * WINDOW_STEPS)

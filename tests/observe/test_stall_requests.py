@@ -1,4 +1,4 @@
-"""A command requests a stall report from the controller of a run: it gets the report, or an error with the reason."""
+"""Tests a command that requests a stall report from a controller: it gets the report, or an error with the reason."""
 
 from __future__ import annotations
 

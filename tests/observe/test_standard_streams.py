@@ -1,4 +1,4 @@
-"""Standard streams without a reader, on real pipes; test_unread_output.py covers supervised runs."""
+"""Tests standard streams without a reader, on real pipes. test_unread_output.py covers supervised runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """Yields the reader's and the writer's end of a pipe; a test may close the reader's end."""
+    """Yields the read end and the write end of a pipe. A test may close the read end."""
     ends = os.pipe()
     yield ends
     os.close(ends[1])

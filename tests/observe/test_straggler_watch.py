@@ -1,4 +1,4 @@
-"""Stragglers of a run from its records: their names, the time of the report, its text, and the effect of a resume."""
+"""Tests stragglers found in a run's records: names, the time of the report, its text, and the effect of a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USUAL_MS = {"pack": 2.0, "forward": 20.0, "sums": 3.0, "backward": 40.0}
 
 
 def step_record(step: int, *, slow: str = "", by: float = 0.3, time_s: float = 100.0) -> MetricRecord:
-    """Returns a step's record of all ranks; the slow rank computes longer, and the others wait for it in reduce."""
+    """Returns a step's record of all ranks. The slow rank computes longer; the other ranks wait for it in reduce."""
     values: dict[str, float] = {}
     for name in RANKS:
         longer = 1.0 + by if name == slow else 1.0
@@ -78,7 +78,7 @@ def test_records_of_an_earlier_process_do_not_count_and_a_resume_begins_a_window
 
 
 def batch_record(step: int, *, slow_ms: float, worker: float = 0.0) -> MetricRecord:
-    """Returns the record of a batch scored by three reward workers; ``slow_ms`` is the third's time per answer."""
+    """Returns the record of a batch of three reward workers. ``slow_ms`` is the third worker's time per answer."""
     times = {0: 4.0, 1: 4.2, 2: slow_ms}
     values = {f"reward_worker/{number}/ms_p50": ms for number, ms in times.items()}
     values |= {f"reward_worker/{number}/answers": 10.0 + number for number in times}
@@ -114,7 +114,7 @@ def test_a_slow_engine_is_named_and_one_that_is_started_again_or_gone_is_not_com
     (named,) = watch.take()
     assert (named.kind, named.who, named.part, named.from_step) == ("engine", "engine-1", "decode", 0)
     assert named.compared_with == ("engine-0", "engine-2") and round(named.slower, 3) == 0.3
-    steps["engine-0"] = 10  # another process: its counts start again
+    steps["engine-0"] = 10  # a new process, so its counts start again
     watch.add_decoding(100, decoded("engine-1"))
     assert watch.take() == []
     del steps["engine-1"]

@@ -1,4 +1,4 @@
-"""Each value of the summary is compared with one computed by hand from twelve steps."""
+"""Compares each value of the summary with a value computed by hand from twelve steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ META = {"outcome": "finished", "wall_s": 30.0, "first_step_s": 12.5, "seed": 3}
 
 
 def step_values(step: int) -> dict[str, float]:
-    """Steps 0-4 are slow (1,000 ms); 5-11 take 40, 50, 40, 50, 40, 80, 40 ms: median 40, mean 340/7. Step 10 begins
-    with a checkpoint of 21 ms."""
+    """Returns the values of a step. Steps 0-4 are slow (1,000 ms). Steps 5-11 take 40, 50, 40, 50, 40, 80, 40 ms:
+    median 40, mean 340/7. Step 10 begins with a checkpoint of 21 ms."""
     step_ms = [1000, 1000, 1000, 1000, 1000, 40, 50, 40, 50, 40, 80, 40][step]
     return {
         "reward": step / 10,
@@ -182,7 +182,7 @@ def test_the_page_describes_every_field(make_record: MakeRecord, progress: BusPr
 
 
 def test_episodes_of_several_turns(make_record: MakeRecord, progress: BusProgress) -> None:
-    """Of four episodes in two batches, three end with a reward; the cached tokens are 50 of 100 and 270 of 300."""
+    """Of four episodes in two batches, three end with a reward. The cached tokens are 50 of 100 and 270 of 300."""
     common = {"turns/p50": 2, "turns/p90": 3, "turns/p99": 3, "restarts": 0, "cut_observations": 0, "engine_s": 0.5}
     common |= {"env_s": 0.1, "tool_calls": 1.0, "failed_calls": 0.0, "agent/requests": 2.5}
     batches = [

@@ -1,4 +1,4 @@
-"""W&B, MLflow and ClearML without a network: their files are read back and equal the recorded run.
+"""Tests W&B, MLflow and ClearML without a network: their files are read back and equal the recorded run.
 
 The libraries are in a separate environment: `make test-trackers`. Tests of missing libraries are skipped.
 """
@@ -33,11 +33,11 @@ HISTOGRAM = HistogramRecord(
     total_of_squares=60.0,
 )
 REWARDS = {0: 0.0, 1: 0.25, 2: 0.5}
-BLOCK, HEAD = 32768, 7  # bytes in a block of the LevelDB log that is W&B's offline file
+BLOCK, HEAD = 32768, 7  # bytes in a block, and in a record's head, of the LevelDB log that W&B writes offline
 
 
 def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
-    """Writes three steps with a sink; a second process writes the last one, as in a resumed run."""
+    """Writes three steps with a sink. A second process writes the last step, as in a resumed run."""
     (run_dir / "config.yaml").write_text("name: demo\nrun:\n  steps: 3\n")
     records: list[Record] = [
         MetricRecord(source="actor", step=step, time_s=100.0 + step, values={"reward": reward, "gap": float("nan")})
@@ -75,7 +75,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """Yields the records of a LevelDB log, whose first block begins with W&B's header of 7 bytes."""
+    """Yields the records of a LevelDB log. Its first block begins with W&B's header of 7 bytes."""
     at, parts = HEAD, b""
     while at + HEAD <= len(data):
         left = BLOCK - at % BLOCK
@@ -85,7 +85,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + HEAD : at + HEAD + size]
         at += HEAD + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of a record
             yield parts
             parts = b""
 

@@ -1,4 +1,4 @@
-"""Trackers follow the event log in separate processes: trackers that are down, die, hang or are refused."""
+"""Tests trackers that follow the event log in separate processes and are down, die, hang or are refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_tracker_that_is_down_delays_nobody_and_gets_everything_when_it_is_up_
         return bool(problems)
 
     wait_until(failed, what="the refusal", timeout_s=T)
-    assert trackers.check() == []  # it is reported once
+    assert trackers.check() == []  # the failure is reported once
     assert "metrics: odd cannot be written: LookupError: no such project" in problems[0]
     records = report(tmp_path, 2)
     lines, lacking = trackers.close(records=records, timeout_s=T)

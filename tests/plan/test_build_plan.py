@@ -1,4 +1,4 @@
-"""The plan of a run: its agreement with the services, the batch and the placement, and its refusals."""
+"""Tests the plan of a run: agreement with the services, the batch and the placement, and refusals."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_ranks_without_work_are_told() -> None:
 
 
 def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
-    """Groups have 17 + 16 x 7 rows. With 64 rows a piece holds 6 answers and the prompt: three pieces per group, so two
-    more prompts. With 20 rows it holds less than one answer, so each answer is a separate piece.
+    """Groups have 17 + 16 x 7 rows. With 64 rows a piece has the prompt and 6 answers: three pieces per group, so two
+    more prompts. With 20 rows a piece has room for less than one answer, so each answer is a separate piece.
     """
     work = make_plan(load_config(["parallel.micro_batch_tokens=64"])).work
     assert (work.groups_together, work.group_pieces, work.micro_batches, work.micro_batch_rows) == (0, 3, 24, 64)
@@ -129,7 +129,7 @@ def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
 
 
 def test_episodes_of_one_group_go_to_several_ranks() -> None:
-    """2 groups of an update on 4 ranks: 8 answers each, so at most three cuts; on 2 ranks, one group each."""
+    """Two groups on 4 ranks: 8 answers per rank, so at most three cuts. On 2 ranks, one group per rank."""
     for ranks, repeated in ((4, 3), (2, 0)):
         plan = make_plan(load_config([f"parallel.dp={ranks}", "algo.mini_batches=4"]))
         assert plan.work.busy_ranks == ranks and plan.work.micro_batches == 4
@@ -138,9 +138,9 @@ def test_episodes_of_one_group_go_to_several_ranks() -> None:
 
 
 def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
-    """The peak is one answer with its prompt, 2048 + 8191 rows: 36 layers of 79,952 bytes a row on each of two
-    tensor-parallel ranks, with the sequence also split (4 x 2560 + 4 x 4096 + 3 x 1024 + 40, 1024 + 4 x 128 + 40 for
-    the norms of query and key, 5 x 9728; halved, 2 bytes each). There is no mask of 10,239 rows squared.
+    """The peak is one answer with its prompt, 2048 + 8191 rows: 36 layers of 79,952 bytes per row on each of two
+    tensor-parallel ranks, with sequence parallelism (4 x 2560 + 4 x 4096 + 3 x 1024 + 40, 1024 + 4 x 128 + 40 for the
+    norms of query and key, 5 x 9728; halved, 2 bytes each). There is no mask of 10,239 rows squared.
     """
     long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
     plan = make_plan(planned("experiment=qwen3_4b_async_8gpu", *long))
@@ -208,7 +208,7 @@ def test_gpus_of_roles_without_gpus_are_refused() -> None:
 
 
 def test_states_count_in_the_cache_that_a_group_needs() -> None:
-    """A state of tiny_qwen3_5 has 13,248 bytes: 3 layers of 4 x 12 x 16 + 3 x 112 numbers. A token has 256 bytes."""
+    """A state of tiny_qwen3_5 takes 13,248 bytes: 3 layers of 4 x 12 x 16 + 3 x 112 numbers. A token takes 256."""
     given = ("model=tiny_qwen3_5", "data=see", "algo.group_size=8", "rollout.max_new_tokens=8")
     (fault,) = make_plan(planned(*given, "engine.max_total_tokens=479")).refused
     assert fault.startswith("engine.max_total_tokens=479 cannot hold one group: algo.group_size=8 x (rollout.max_new")
@@ -281,7 +281,7 @@ def test_what_kept_sets_cost_is_told_where_tokens_are_left_out() -> None:
 
 
 def test_episodes_of_several_turns_are_counted_with_what_they_observe() -> None:
-    """Two observations of ten tokens are between a game's three responses, or as many as fit into the context."""
+    """A game has two observations of ten tokens between three responses, or as many as fit into the context."""
     plan = make_plan(load_config(["experiment=number_guess", "env.max_observation_tokens=10"], settle=settle))
     work, size = plan.work, plan.work.group_size
     assert work.observed_tokens == 2 * 10

@@ -1,4 +1,4 @@
-"""The context length is derived from the prompts before the start of a run."""
+"""Tests that Relax derives the context length from the prompts before a run starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_rows(file: Path, prompts: list[str]) -> Path:
 
 
 def own(model: Path, rows: Path, *overrides: str) -> tuple[RelaxConfig, list[str]]:
-    """Settles README's command line for a user's data."""
+    """Settles the README's command line for a user's data."""
     line = ("data=file", f"data.path={rows}", "data.prompt_key=question", "data.answer_key=answer", "reward=math")
     words = (*line, "model=qwen3", f"model.path={model}", "optimizer.lr=1e-6", "rollout.max_new_tokens=512")
     return settled(typed_config(composed([*words, *overrides])), checks=CHECKS, settle=settle)
@@ -63,7 +63,7 @@ def test_the_tiny_models_context_follows_too(rows: Path) -> None:
     job = load_config(
         ["launcher=ray_job", "data=file", "data.path=/there/x.jsonl", "reward=math"], settle=settle_context
     )
-    assert job.engine.context_length is None  # its files are on the cluster
+    assert job.engine.context_length is None  # the job's files are on the cluster
     assert make_plan(job).context[0].startswith("engine.context_length=576 tokens a sample: 568 for the prompt")
 
 
@@ -195,7 +195,7 @@ def test_the_tiny_tokenizer_is_that_of_the_made_model() -> None:
 
 
 def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest prompts are tokenized within the budget; the others cannot have more tokens than bytes."""
+    """The check tokenizes the longest prompts within its budget. Other prompts have at most as many tokens as bytes."""
     around = len(tiny_prompt_tokenizer().render([{"role": "user", "content": ""}]).encode())
 
     def looked(*overrides: str) -> DataSummary:
@@ -215,7 +215,7 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
         408,
         408,
         {"too_long": 2},
-    )  # 138 are too long, too, although fewer than 408
+    )  # 138 prompts are too long, too, although fewer than 408
     write_rows(rows, ["y"] * 12)
     monkeypatch.setattr("relax_core.plan.data_check.MAX_LISTED_ROWS", 4)
     look = looked()
@@ -236,7 +236,7 @@ def test_files_of_other_kinds_have_lengths_too(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("task", [task for task in task_names() if task not in (*MEDIA_TASKS, SEEDS)])
 def test_the_context_holds_every_prompt_of_a_generated_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_core.plan.data_check.GENERATED_ROWS", 1)  # that row is seldom the longest
+    monkeypatch.setattr("relax_core.plan.data_check.GENERATED_ROWS", 1)  # this row is seldom the longest row
     reward = {"arithmetic": "math", "sums": "exact_match"}.get(task, "reverse_digits")
     words = (f"data={task}", f"model.task={task}", f"reward={reward}", "eval.every=0", "seed=5")
     assert summarize_data(load_config(words)).bound == LONGEST_PROMPT[task] + AROUND
@@ -253,7 +253,7 @@ def test_the_context_of_an_env_with_turns_holds_its_longest_observations() -> No
     words = ("env=number_guess", "reward=env", "data=seeds", "eval.every=0", "rollout.max_new_tokens=16")
     turns = ("env.max_turns=3", "env.max_observation_tokens=100")
     config = load_config((*words, *turns), checks=CHECKS, settle=settle)
-    assert config.engine.context_length == 768  # 512 for the opening, 200 observed in two turns, 16 sampled: 728
+    assert config.engine.context_length == 768  # 512 for the prompt, 200 observed in two turns, 16 sampled: 728
     config = load_config((*words, "engine.context_length=192"), checks=CHECKS, settle=settle)
     assert config.engine.context_length == 192
 

@@ -1,4 +1,4 @@
-"""The data check before a start."""
+"""Tests the data check before a start."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CLASSES = {
 
 
 def counted_by_transformers(values: dict[str, object]) -> dict[str, int]:
-    """Returns the parameters of the towers, the experts, the embeddings, and the rest."""
+    """Returns the parameter counts of the towers, the experts, the embeddings, and all other parts."""
     import transformers
 
     model_class = getattr(transformers, CLASSES[str(values["model_type"])])
@@ -76,7 +76,7 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(("hidden", "wide", "heads"), [(32, 56, 2), (64, 224, 4)])
 def test_a_tower_keeps_as_much_as_autograd_saves(hidden: int, wide: int, heads: int) -> None:
-    """Counts the storages that autograd saves in transformers' tower for 1,024 patches, without its weights."""
+    """Counts the storages (without weights) that autograd saves in transformers' tower for 1,024 patches."""
     from relax_core.tools.tiny_media import build_vision_model
 
     config = tiny_config("tiny_qwen3_vl")
@@ -110,7 +110,7 @@ def test_the_built_in_models_vocabulary_is_its_tokenizers() -> None:
 
 
 def test_linear_attention_keeps_a_state_and_no_cache() -> None:
-    """Qwen3.5-35B-A3B: 10 of 40 layers have keys and values; 30 keep 32 x 128 x 128 numbers and a convolution state."""
+    """Qwen3.5-35B-A3B: 10 of 40 layers have keys and values, 30 have 32 x 128 x 128 numbers and a convolution state."""
     values = json.loads((SHAPES / "Qwen3.5-35B-A3B.json").read_text())
     found = read_dimensions(values, name="Qwen3.5-35B-A3B")
     assert found.cache_values_per_token == 2 * 10 * 2 * 256

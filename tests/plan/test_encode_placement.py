@@ -1,4 +1,4 @@
-"""The placement of a run's encode workers, with their cores and memory."""
+"""Tests the placement of a run's encode workers, with their cores and memory."""
 
 from __future__ import annotations
 

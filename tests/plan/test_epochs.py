@@ -1,4 +1,4 @@
-"""run.epochs: passes over the training rows as train steps."""
+"""Tests run.epochs: it converts passes over the training rows to train steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_files_count_together_without_their_held_out_rows(tmp_path: Path) -> Non
         (tmp_path / f"{name}.jsonl").write_text(rows)
     on = ["data=file", f"data.paths=[{tmp_path}/*.jsonl]", "data.eval_size=26", "eval.rows=26"]
     on += ["model.task=reverse_digits", "reward=reverse_digits", "run.epochs=2"]
-    assert load_config(on, checks=CHECKS, settle=settle).run.steps == 26  # 104 rows, twice, in steps of eight
+    assert load_config(on, checks=CHECKS, settle=settle).run.steps == 26  # 104 rows, two passes, steps of eight
 
 
 def test_without_epochs_steps_are_what_they_are() -> None:

@@ -1,4 +1,4 @@
-"""Checks of GPUs before a start, decided from given findings, so that no GPU is needed here."""
+"""Tests the checks of GPUs before a start. The findings are given, so the test needs no GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_without_a_drivers_file_nobody_is_asked_and_with_one_torch_is(tmp_path: 
 def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
     slurm = ["launcher=slurm"]
     assert list(gpu_problems(planned(*ONE, *slurm))) == []
-    assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted once the cluster is joined
+    assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted after the cluster is joined
     assert list(gpu_problems(planned())) == []
 
 

@@ -1,4 +1,4 @@
-"""Plan warnings about this machine: too little shared memory, and network interfaces that do not exist."""
+"""Tests the plan's warnings about this machine: too little shared memory, and missing network interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes with images and videos are refused before the start, on one screen with key, value and fix."""
+"""Tests that mistakes with images and videos are refused before the start, on one screen with key, value and fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASK = "<image>which colour?"
 
 
 def rows_of(folder: Path, row: dict[str, Any], *, count: int = 20) -> str:
-    """Writes rows with their images in the same folder; all are equal to ``row``."""
+    """Writes rows, all equal to ``row``, with their images in the same folder."""
     for name in ("red-00.png", "left-00.mp4"):
         shutil.copy(files_folder() / "train" / name, folder / name)
     (folder / "rows.jsonl").write_text((json.dumps({"answer": "red", **row}) + "\n") * count)
@@ -59,7 +59,7 @@ def url_row(scheme: str) -> dict[str, Any]:
 
 SOUND = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
 ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
-    # a row, further overrides, parts of the error
+    # row, further overrides, parts of the error
     (
         {"prompt": ASK, "images": "red-00.png"},
         ("model=tiny_qwen3", IMAGES),
@@ -225,7 +225,7 @@ def another_omni(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_folder_of_another_omni_is_told(
     tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], messages: tuple[str, ...]
 ) -> None:
-    """The weights are those of a thinker without the other parts."""
+    """The folder has the weights of a thinker without the other parts."""
     config = tiny_omni_config()
     write_settings(tmp_path, config, tiny_omni_files())
     stored = stored_weights(folder_architecture(tmp_path))

@@ -1,4 +1,4 @@
-"""The plan of a run with images and videos: rows, memory, work, and the user's three-line configuration."""
+"""Tests the plan of a run with images and videos: rows, memory, work, and the user's three-line configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _png(width: int, height: int) -> dict[str, bytes | None]:
 
 
 def _line(folder: Path) -> list[str]:
-    """Returns the overrides of a user with a published folder; no further key is needed."""
+    """Returns the overrides of a user with a published folder. No further key is needed."""
     path = f"data.path={folder}/geometry.parquet"
     return ["model=qwen3_vl", f"model.path={folder}", path, "data.media_keys.image=images"]
 
@@ -64,7 +64,7 @@ def _phase(plan: Plan, name: str, phase: str) -> dict[str, int]:
 
 
 def test_headers_tell_rows_patches_and_bytes(folder: Path) -> None:
-    """Patches are 8 x 8 pixels, and four form a row: 64 patches in the first row's image, twice 64 in the second's."""
+    """Patches have 8 x 8 pixels; four patches are a token row. The first data row has 64 patches, the second 2 x 64."""
     config = typed_config(compose([*_line(folder), "data.eval_size=0", "eval.every=0"]))
     plan = make_plan(config)
     media = plan.work.media
@@ -80,7 +80,7 @@ def test_the_users_line_needs_no_further_key(folder: Path) -> None:
     assert problems == []
     assert (config.data.name, config.reward.name, config.optimizer.lr) == ("file", "math", 1e-6)
     assert config.engine.context_length is not None
-    assert config.engine.context_length < config.modality.image_tokens[1]  # a derived context only holds the given data
+    assert config.engine.context_length < config.modality.image_tokens[1]  # the context fits the data only
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:
 
 
 def test_what_bounds_the_towers_memory() -> None:
-    """A block of the tiny tower keeps 10 x 32 + 2 x 56 numbers per patch; the largest prompt has 144 patches.
+    """A block of the tiny tower stores 10 x 32 + 2 x 56 numbers per patch. The largest prompt has 144 patches.
 
-    23 prompts fill a micro-batch, since the towers' work uses a part of its budget.
+    23 prompts fill a micro-batch, because the towers' work uses a part of its budget.
     """
 
     def tower(*words: str) -> int:
@@ -154,7 +154,7 @@ def test_what_bounds_the_towers_memory() -> None:
 
 
 def test_engines_keep_features_up_to_their_cache() -> None:
-    """Each of a prompt's rows has three times 72 numbers; within one version, 2 x 24 + 256 prompts are requested."""
+    """Each row of a prompt has three times 72 numbers. Within one version, 2 x 24 + 256 prompts are requested."""
     plan = make_plan(load_config(SEE))
     assert plan.work.media is not None
     patches = round((2 * 24 + 256) * plan.work.media.patches)
@@ -182,7 +182,7 @@ def test_encoders_and_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     items = [_items(*SEE, "eval.every=0", "mode.max_staleness=0", f"run.steps={steps}") for steps in (1, 400)]
     assert bounded.work.media is not None
     an_item = bounded.work.media.nbytes / bounded.work.media.items
-    assert 14 * an_item < items[0] < 16 * an_item  # 24 prompts draw 16 times from 192 files, sometimes one twice
+    assert 14 * an_item < items[0] < 16 * an_item  # 24 prompts draw 16 times from 192 files, with repetition
     assert 191 * an_item < items[1] <= 192 * an_item
     text = make_plan(load_config([*SEE[:1], "modality=text", "model.task=see"]))
     assert not {"encode worker", "items in /dev/shm"} & {holder.name for holder in text.memory}

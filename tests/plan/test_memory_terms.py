@@ -1,4 +1,4 @@
-"""The terms of the memory plan, compared with values derived by hand."""
+"""Compares the terms of the memory plan with values derived by hand."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def test_the_demos_trainer_by_hand() -> None:
 
 
 def test_large_groups_need_no_mask_on_a_cpu() -> None:
-    """Groups of 17 + 16 x 63 rows: 1025^2 pairs each with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 without. With
-    context parallelism, a rank's queries (half of the 4096 rows of a micro-batch) have a mask over their groups.
+    """Groups have 17 + 16 x 63 rows: 1025^2 pairs with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 pairs without a
+    mask. With context parallelism, a rank's queries (half of the 4096 rows of a micro-batch) have a mask over their
+    groups.
     """
     long = ["rollout.max_new_tokens=64", "rollout.prompts_per_step=4"]
     assert phase(make_plan(load_config(long)), "actor", "backward")["attention mask"] == 0
@@ -71,7 +72,7 @@ def test_a_rank_of_a_mixture_by_hand() -> None:
 
 def test_stages_rows_and_recomputation_by_hand() -> None:
     whole = phase(make_plan(load_config()), "actor", "backward")
-    # One micro-batch: a stage has one of the two layers, a context-parallel rank half of the rows.
+    # One micro-batch: a stage has one of the two layers, and a context-parallel rank has half of the rows.
     for layout in ("pp2", "cp2"):
         rank = phase(make_plan(load_config([f"parallel={layout}"])), "actor", "backward")
         assert rank["activations"] == whole["activations"] // 2
@@ -88,7 +89,7 @@ def test_forward_roles_have_their_own_layout() -> None:
 
 
 def test_the_engines_cache_is_its_grown_rectangle() -> None:
-    """256 samples (two steps) of 17 + 8 tokens: columns start at 64."""
+    """256 samples (two steps) of 17 + 8 tokens. The cache starts with 64 columns."""
     plan = make_plan(load_config())
     assert plan.cache_tokens == 256 * 64
     values = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size
@@ -112,7 +113,7 @@ def test_every_role_is_counted() -> None:
 
 
 def test_a_gpu_of_the_published_mixture_by_hand() -> None:
-    """Qwen3-30B-A3B, TP 4, PP 2, EP 4: experts over 8 GPUs; the rest over tp x pp, each end with one embedding."""
+    """Qwen3-30B-A3B, TP 4, PP 2, EP 4: experts over 8 GPUs, other weights over tp x pp, an embedding at each end."""
     config = load_planned("qwen3_30b_a3b_async_16gpu")
     plan = make_plan(config)
     experts = 48 * 128 * 3 * 2048 * 768 // 8
@@ -127,7 +128,7 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
 
 
 def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
-    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's float32 gradient, over tp 4."""
+    """1024 rows of 151,936 tokens in float32 and in bfloat16, and the weight's float32 gradient, divided by tp 4."""
     backward = phase(make_plan(load_planned("qwen3_30b_a3b_async_16gpu")), "actor", "backward")
     assert backward["logits chunk"] == (1024 * 151936 * (4 + 2) + 151936 * 2048 * 4) // 4
 
@@ -142,7 +143,7 @@ def test_what_fits_beside_the_weights_does_fit() -> None:
 
 
 def load_planned(experiment: str) -> RelaxConfig:
-    """Loads a layout that can be planned but not started yet."""
+    """Loads a layout that can be planned, but cannot run yet."""
     return typed_config(compose([f"experiment={experiment}"]))
 
 
@@ -154,7 +155,7 @@ def test_the_sum_is_of_all_processes() -> None:
 
 
 def test_the_prefix_cache_by_hand() -> None:
-    """Four groups of the longest episodes; two layers of two key-value heads of 16, keys and values, in float32."""
+    """Four groups of the longest episodes. Two layers with two key-value heads of 16, keys and values, in float32."""
     game = ["env=number_guess", "data=seeds", "reward=env", "eval.every=0", "engine.context_length=192"]
     config = load_config(game, settle=settle_context)
     tokens = 4 * config.algo.group_size * 192

@@ -1,4 +1,4 @@
-"""`plan=true` as a user runs it: fast, on one machine, without heavy imports."""
+"""Tests `plan=true` like a user: fast, on one machine, without heavy imports."""
 
 from __future__ import annotations
 

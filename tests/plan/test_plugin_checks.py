@@ -1,4 +1,4 @@
-"""Trial calls of plug-ins before a start, in real workers: plug-ins that raise, return wrong values, hang or crash."""
+"""Tests trial calls of plug-ins before a start, in real workers: plug-ins that raise, return nonsense, hang, crash."""
 
 from __future__ import annotations
 

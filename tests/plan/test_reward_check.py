@@ -1,4 +1,4 @@
-"""The reward check before a run: its report, its refusals, and its cached results."""
+"""Tests the reward check before a run: its report, its refusals, and its cached results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_wrong_answers_that_the_reward_awards_are_named_before_the_start(loose: 
 def test_refuse_stops_the_start_and_off_does_not_look(loose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = summarize_data(config_of(f"reward.name={loose}", "reward.audit=refuse")).refused
     assert refused is not None and "reward.audit=refuse" in refused
-    monkeypatch.setattr(reward_check, "audit_in_child", None)  # no reward is called
+    monkeypatch.setattr(reward_check, "audit_in_child", None)  # the test fails if a reward is called
     assert checked(config_of(f"reward.name={loose}", "reward.audit=off")) == RewardCheck()
 
 

@@ -22,7 +22,7 @@ WAY = re.compile(
 
 
 def ways_of(plan: Plan) -> dict[tuple[str, str | None], tuple[float, float, bool]]:
-    """Returns memory in GiB, time, and the configured choice, by shard_media and first_stage_layers."""
+    """Returns by (shard_media, first_stage_layers): memory in GiB, time, and whether it is the configured choice."""
     found = [WAY.fullmatch(line) for line in plan.media]
     return {
         (match[1], match[2]): (float(match[3]), float(match[4]), bool(match[5])) for match in found if match is not None
@@ -43,7 +43,7 @@ def test_a_dealt_tower_takes_an_equal_share_of_time() -> None:
     actors = [next(holder for holder in some_plan.memory if holder.name == "actor") for some_plan in (plan, dealt)]
     whole_terms, terms = (next(phase for phase in actor.phases if phase.name == "backward").terms for actor in actors)
     assert terms["tower activations"] == pytest.approx(whole_terms["tower activations"] / 2, rel=0.01)
-    assert terms["features"] == whole_terms["features"]  # the features of all items are gathered on each rank
+    assert terms["features"] == whole_terms["features"]  # each rank gathers the features of all items
 
 
 def test_a_dealt_item_is_never_cut() -> None:
@@ -60,7 +60,7 @@ def test_one_rank_has_no_ways() -> None:
 
 
 def test_fewer_layers_are_proposed_where_towers_unbalance_the_stages() -> None:
-    """Of n layers, with a share t of the products in the tower, a first stage of f takes t + (1 - t) f / n."""
+    """With n layers and a share t of the products in the tower, a first stage of f layers takes t + (1 - t) f / n."""
     words = [*LARGE, "parallel.tp=2", "parallel.pp=2", "parallel.dp=1"]
     config = typed_config(compose(words))
     plan = make_plan(config)
@@ -94,7 +94,7 @@ def test_fewer_layers_are_proposed_where_towers_unbalance_the_stages() -> None:
 
 
 def test_the_fuller_stage_counts() -> None:
-    """The first stage has three of 36 layers and the towers, and each of the others has eleven."""
+    """The first stage has three of 36 layers and the towers. Each other stage has eleven layers."""
     words = ["parallel.tp=1", "parallel.pp=4", "parallel.sequence_parallel=false", "parallel.first_stage_layers=3"]
     config = typed_config(compose([*LARGE, *words, "parallel.recompute=full", "parallel.micro_batch_patches=4096"]))
     model, plan = find_dimensions(config), make_plan(config)

@@ -1,4 +1,4 @@
-"""Compares the planned micro-batches of an update with those of the packer."""
+"""Compares the planned micro-batches of an update with the packer's micro-batches."""
 
 from __future__ import annotations
 

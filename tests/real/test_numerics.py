@@ -24,7 +24,7 @@ from tests.real.prompts import conversations
 pytestmark = pytest.mark.real
 
 PROMPTS, NEW_TOKENS, STOP = 12, 12, (2,)
-MAX_GAP, MEAN_GAP = 2e-4, 1e-5  # of log-probs; benchmarks.real_numerics measures 200 prompts
+MAX_GAP, MEAN_GAP = 2e-4, 1e-5  # gaps of log-probs; benchmarks.real_numerics measures 200 prompts
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +66,4 @@ def test_greedy_answers_are_those_of_generate(engine: LanguageModel, reference: 
 def test_the_gradients_of_a_train_step(smollm2: Path, trainer: Trainer, sampled: list[Answer]) -> None:
     few = sampled[:3]
     worst, tensor = gradient_gaps(trainer.gradients(few), reference_gradients(smollm2, few, torch.float32))
-    assert worst <= 1e-3, tensor  # relative to its largest entry; transformers itself is 2.4e-4 off float64
+    assert worst <= 1e-3, tensor  # relative to the tensor's largest entry; transformers differs by 2.4e-4 from float64

@@ -1,6 +1,6 @@
-"""Prompt rendering and tool calls with Qwen's 151,643 merges, from the package qwen-agent.
+"""Tests prompt rendering and tool calls with Qwen's 151,643 merges, from the package qwen-agent.
 
-The template is made for tests and, like Qwen3's, removes the thinking of earlier answers.
+The template is made for tests. Like Qwen3's template, it removes the thinking of earlier answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPENING = [{"role": "user", "content": "Wie wird das Wetter in 京都?"}]
 
 
 def merged(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """Returns the two tokens whose merge makes this one: the remaining parts of its bytes after earlier merges."""
+    """Returns the two tokens that merge into this token: the parts of its bytes that remain after earlier merges."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [(ranks.get(parts[at] + parts[at + 1], MERGES), at) for at in range(len(parts) - 1)]
@@ -124,7 +124,7 @@ def test_a_call_of_a_tool_is_read_from_sampled_ids(ours: PromptTokenizer) -> Non
 
 
 def test_sampled_tokens_stay_and_the_result_follows_as_in_transformers(ours: PromptTokenizer, theirs: Any) -> None:
-    """A model may sample other tokens for a text than its tokenizer: here each character separately."""
+    """A model may sample other tokens for a text than its tokenizer uses: here each character separately."""
     opened = ours.encode(OPENING, tools=[TOOL])
     assert opened == rendered(theirs, OPENING, [TOOL])
     text = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")

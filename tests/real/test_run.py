@@ -1,4 +1,4 @@
-"""Three asynchronous steps on real weights: the run is killed, resumed, and exported."""
+"""Tests three asynchronous steps on real weights: the run is killed, resumed and exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERRIDES = (
     "experiment=smollm2_sums",
     "model.dtype=float32",
     "reward=f1",
-    "reward.public=true",  # it varies between answers that are cut by length
+    "reward.public=true",  # this reward varies between answers that are truncated
     "optimizer.lr=1e-4",
     "optimizer.warmup_steps=0",
     "mode=async",
@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_goes_on_and_its_export_loads(tmp_path: Path, smol
     trained = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     before = reference.state_dict()
     moved = max(float((value - before[name]).abs().max()) for name, value in trained.state_dict().items())
-    assert 0 < moved <= 0.01  # three steps of Adam
+    assert 0 < moved <= 0.01  # the change of three Adam steps
     assert AutoTokenizer.from_pretrained(folder / "hf").encode("27") == AutoTokenizer.from_pretrained(smollm2).encode(
         "27"
     )

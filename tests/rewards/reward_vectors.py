@@ -1,4 +1,4 @@
-"""Reads the vectors of tests/rewards/vectors/, which the original scorers computed."""
+"""Reads the vectors in tests/rewards/vectors/. The original scorers computed these vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "vectors"
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """One answer with the original scorer's value; ``ours`` is set, with the reason, where Relax differs."""
+    """Holds an answer with the original scorer's value. Where Relax differs, ``ours`` is set, with the reason."""
 
     reward: str
     response: str
@@ -47,5 +47,5 @@ def vectors(reward: str) -> list[Vector]:
 
 
 def _text(written: str | Sequence[Any]) -> str:
-    """Joins the parts of a long text; a part [text, count] is a repetition."""
+    """Joins the parts of a long text. A part [text, count] is a repeated text."""
     return written if isinstance(written, str) else "".join(p if isinstance(p, str) else p[0] * p[1] for p in written)

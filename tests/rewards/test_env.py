@@ -1,4 +1,4 @@
-"""The reward from an env of several turns."""
+"""Tests the reward from an env of several turns."""
 
 from __future__ import annotations
 

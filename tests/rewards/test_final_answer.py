@@ -1,4 +1,4 @@
-"""The final answer: responses that name only the label, and those that merely contain it or evaluate to it."""
+"""Tests the final answer: responses that name only the label, and responses that contain it or evaluate to it."""
 
 from __future__ import annotations
 

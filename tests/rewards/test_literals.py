@@ -1,4 +1,4 @@
-"""Tests which texts are literal numbers."""
+"""Tests the decision whether a text is a literal number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = (
 
 @pytest.mark.parametrize("text", LONG)
 def test_long_texts_are_read(text: str) -> None:
-    """A pattern with exponential backtracking would not end."""
+    """A pattern with exponential backtracking would not terminate."""
     assert not is_literal(text)
 
 

@@ -193,7 +193,7 @@ def test_a_list_is_no_answer_to_a_number(response: str, label: str, reward: floa
         ([{"role": "user", "content": "Factor $x^2 + 2x + 1$."}], r"\boxed{x^2+2x+1}", 0.0),
         ("Factor the square.", r"\boxed{x^2+2x+1}", 1.0),
         ("Factor $x^2 + 2x + 11$.", r"\boxed{x^2+2x+1}", 1.0),
-        ("Is it $(x+1)^2$ or $(x-1)^2$?", r"\boxed{(x+1)^2}", 1.0),  # the label itself
+        ("Is it $(x+1)^2$ or $(x-1)^2$?", r"\boxed{(x+1)^2}", 1.0),  # the answer is the label itself
     ],
 )
 def test_an_expression_of_the_prompt_is_no_answer(prompt: object, response: str, reward: float) -> None:

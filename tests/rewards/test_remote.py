@@ -1,4 +1,4 @@
-"""reward=remote against a real server on loopback."""
+"""Tests reward=remote with a real server on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``replies`` in order and repeats the last; a reply is a status and a body, or None."""
+    """Responds with ``replies`` in order and repeats the last reply. A reply is a status and a body, or None."""
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""Every reward of the hub equals the scorer that it reimplements, except for documented differences."""
+"""Tests that every reward of the hub equals the scorer that it reimplements, except for documented differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rewards.reward_vectors import FOLDER, Vector, vectors
 HUB = sorted(file.stem for file in FOLDER.glob("*.json"))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 NEEDS |= {"reasoning_gym": "reasoning_gym"}
-WITHOUT_END = "1/(x**9-x-1)+1/(y**9-x-1)+1/((x+y)**9-1)+1/((x-y)**9-2)"  # sympy takes long to simplify it
+WITHOUT_END = "1/(x**9-x-1)+1/(y**9-x-1)+1/((x+y)**9-1)+1/((x-y)**9-2)"  # sympy needs long to simplify this expression
 LIMIT_S = 1.0
 PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ]"
 PIECES += " A B correct the % \\ <tool_response> \\left million cm - x é ½ 𝟙 ٣"
@@ -48,7 +48,7 @@ def scored(reward: str, given: RewardInput, **values: Any) -> RewardOutput:
 
 
 def test_every_reward_of_the_hub_has_vectors() -> None:
-    # These have their own rules in Relax.
+    # These rewards have separate rules in Relax.
     own = {"env", "exact_match", "final_answer", "reverse_digits", "remote", "mix", "genrm"}
     assert set(names("reward")) - own == set(HUB)
     for reward in HUB:
@@ -160,7 +160,7 @@ def _usable(reward: str) -> bool:
 
 
 LONG_S = 120.0
-ENDS = ("no answer within", "more memory than", "its process died")  # for a rule that never ends
+ENDS = ("no answer within", "more memory than", "its process died")  # messages for a rule that never ends
 QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
 # The import of reasoning-gym alone takes seconds, and its scores are in the vectors.
 ISOLATED = [name for name in HUB if find_reward(name).isolated and _usable(name) and name != "reasoning_gym"]
@@ -172,7 +172,7 @@ INSTRUCTIONS = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    """A pool with one worker process, whose rows name their reward."""
+    """Returns a pool with one worker process. Each row names its reward."""
     parts = [{"reward": name, "timeout_s": LIMIT_S} for name in ISOLATED]
     parts += [{"reward": "math", "name": "boxed", "rule": "boxed", "timeout_s": LIMIT_S}] if _usable("geo3k") else []
     config = config_of("f1", {"by": "reward", "parts": parts, "max_failed": 1.0, "timeout_s": 60.0})
@@ -181,13 +181,13 @@ def pool() -> Iterator[RewardPool]:
 
 
 def soak(value: str) -> Any:
-    """Marks a case that costs several worker processes as soak."""
+    """Marks a case as soak if it costs several worker processes."""
     return pytest.param(value, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize("response", [r"\boxed{9**9**9}", soak(r"$9^{9^{9^9}}$"), soak("9!!!!!!!!")])
 def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) -> None:
-    """A rule may reject it at once; none computes it."""
+    """A rule may reject the arithmetic at once. No rule computes it."""
     for reward in [name for name in ("math", "boxed", "openr1mm", "deepscaler", "geo3k") if _usable(name)]:
         if reward == "boxed" and not _usable("geo3k"):
             continue
@@ -200,7 +200,7 @@ def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) ->
 
 @pytest.mark.parametrize("piece", ["x ", *map(soak, ("12 ", "{[(", "<think>", "</think>", "\\frac{", "a"))])
 def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool, piece: str) -> None:
-    """Text, digits, brackets or tags, before an answer that may still be right."""
+    """The megabyte is text, digits, brackets or tags before an answer that may still be right."""
     response = piece * ((1 << 20) // len(piece)) + "<answer>Answer: \\boxed{42}</answer>"
     for reward in HUB:
         row = {"reward": reward, "answer": "42", "choices": ["red", "42"], **INSTRUCTIONS.get(reward, {})}
@@ -229,7 +229,7 @@ COUNT, COUNT_ISOLATED = 9_800, 200
 
 
 def test_odd_texts_raise_nothing() -> None:
-    """9,800 scores of the rewards that run in the rollout, and 200 through worker processes of the others."""
+    """Computes 9,800 scores of rewards that run in the rollout, and 200 scores of other rewards in worker processes."""
     score_odd_texts(COUNT // len(QUICK))
 
 
@@ -249,7 +249,7 @@ def score_odd_texts(count: int) -> None:
 
 
 def _is_refused(check_row: Any, row: Mapping[str, Any], config: Any) -> bool:
-    """Returns whether the data check refuses the row: exactly these rows have no reward."""
+    """Returns whether the data check refuses the row. Exactly the refused rows have no reward."""
     try:
         if check_row is not None:
             check_row(row, config)

@@ -38,7 +38,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_of_the_page_passes_all_checks(command: str, files: Path) -> None:
     small = ["model.task=arithmetic", "data.eval_size=8", "eval.rows=8", "engine.context_length=64"]
     words = shlex.split(command)[3:]
-    checks = [] if "reward=remote" in words else CHECKS  # its server must answer before the start
+    checks = [] if "reward=remote" in words else CHECKS  # the reward's server must respond before the start
     assert load_config([*words, *small], checks=checks).reward.name in {word.partition("=")[2] for word in words}
 
 

@@ -12,7 +12,7 @@ from relax_core.roles.role_context import RunContext
 def context_in(folder: Path, *overrides: str) -> RunContext:
     """Returns a context with the default configuration and ``overrides``.
 
-    All its paths are in ``folder``, which is also the model's folder; nothing is created.
+    All paths are in ``folder``, which is also the model's folder. Does not create any file.
     """
     return RunContext(
         config=load_config(list(overrides), settle=settle),

@@ -1,4 +1,4 @@
-"""An external server joins by its address, is lost when it does not answer, and keeps running when it leaves."""
+"""Tests an external server: it joins by address, is lost when it does not respond, and keeps running when it leaves."""
 
 from __future__ import annotations
 

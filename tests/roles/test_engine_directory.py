@@ -1,4 +1,4 @@
-"""The directory reads engines' addresses from their owners, of which one does not answer."""
+"""Tests that the directory reads engine addresses from the engine owners, even if one owner does not respond."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.roles.test_engine_owner import context_of
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Owner:
-    """Stands for an engine's owner; it answers once it is released."""
+    """A fake engine owner that responds after its release."""
 
     def __init__(self, url: str, *, held: bool) -> None:
         import threading

@@ -1,4 +1,4 @@
-"""Engine owners: the ports of their engines, and when they send weights."""
+"""Tests engine owners: the ports of their engines, and the moments at which they send weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
 
 @pytest.mark.parametrize("host", [EngineOwner, TeacherEngineOwner])
 def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineOwner]) -> None:
-    """Engines of student and teacher may both have rank 0 in one run."""
+    """In one run, an engine of the student and an engine of the teacher may have rank 0."""
     config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
@@ -96,7 +96,7 @@ def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_
 
 
 class RefusedPush:
-    """Stands between publisher and engine, and changes the digest of each push."""
+    """A proxy between publisher and engine that changes the digest of each push."""
 
     def __init__(self, client: EngineClient) -> None:
         self.url, self.group_ranks, self._client = client.url, client.group_ranks, client
@@ -108,8 +108,8 @@ class RefusedPush:
 def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_named(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner waits neither for the next version nor for the end of `SYNC_TIMEOUT_S`, which is long here. It reports
-    a damaged file of the newest version and continues with the next version.
+    """The owner does not wait for the next version or for the end of `SYNC_TIMEOUT_S`, which is long here. It reports a
+    damaged file of the newest version and continues with the next version.
     """
     monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 3600.0)
     context = context_of(load_config(settle=settle), tmp_path)
@@ -137,7 +137,7 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
 def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owner(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer continued without it and pushes no further version."""
+    """The trainer continued without this engine and pushes no further version."""
     config = load_config(settle=settle)
     monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 600.0)
     run = replace(config.run, heartbeat_timeout_s=600.0)
@@ -187,7 +187,7 @@ def test_an_engine_that_is_killed_before_it_answers_starts_again(
 
 
 class FailsTwice(EngineOwner):
-    """Starts its second process with a deadline of nearly 0, and its third without a model."""
+    """An engine owner that starts its second process with a timeout near 0, and its third process without a model."""
 
     starts = 0
 

@@ -1,4 +1,4 @@
-"""Tests of the first cause and the class of a worker's failure."""
+"""Tests the first cause and the class of a worker's failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge in a real embedded engine: its text, its context limit, special tokens in texts, and kill -9."""
+"""Tests a judge in a real embedded engine: its text, its context limit, special tokens in texts, and kill -9."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that simultaneous prompts share a request, and that a refused prompt fails alone."""
+    """Checks that concurrent prompts share a request, and that a refused prompt does not fail other prompts."""
     sizes: list[int] = []
     generate, tokens = client.generate, server.tokens
 
@@ -62,7 +62,7 @@ async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pyte
 
 
 async def assert_prompts_are_plain(judge: RunJudge, server: JudgeEngines, *, tokens: int, context: int) -> None:
-    """Checks that no text becomes a special token, and that a text too long for the context is refused."""
+    """Checks that texts never become special tokens, and that a text too long for the context is refused."""
     long = await judge.verdict(VARIABLES | {"response": "1" * context})
     assert long.value is None and f"has {tokens + context} tokens" in long.reason, long
     stop = server._tokenizer.stop_token_ids[0]

@@ -73,7 +73,7 @@ def test_a_joined_ray_without_the_gpus_is_told() -> None:
     assert fault is not None and "the nodes of this Ray report 8, 0 GPUs." in fault
 
 
-@pytest.mark.parametrize("ray_address", [None, "auto"])  # the run's own Ray; a joined Ray
+@pytest.mark.parametrize("ray_address", [None, "auto"])  # the run's private Ray; an external Ray cluster
 def test_more_ranks_than_cores_start(ray_session: str, ray_address: str | None) -> None:
     import ray
     from ray.util.placement_group import remove_placement_group

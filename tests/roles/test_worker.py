@@ -1,4 +1,4 @@
-"""A worker starts by itself, reports its state, keeps its first failure and stops on request."""
+"""Tests that a worker starts by itself, reports its state, keeps its first failure and stops on request."""
 
 from __future__ import annotations
 

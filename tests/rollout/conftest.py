@@ -1,4 +1,4 @@
-"""Starts real engine processes over a tiny random model, as the engine's contract suite does."""
+"""Starts real engine processes with a tiny random model, like the engine's contract suite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_folder() -> Path:
 
 @pytest.fixture(scope="module")
 def engine_settings(launch: EngineLaunch) -> EngineConfig:
-    """Returns the engine settings for a test file; a file may override them."""
+    """Returns the engine settings for a test file. A file may override this fixture."""
     return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
@@ -38,7 +38,7 @@ def engine_process(launch: EngineLaunch, engine_settings: EngineConfig, tiny_fol
 
 @pytest.fixture
 def engine(engine_process: EngineProcess) -> Engine:
-    """Returns the file's engine in its initial state: idle, with an empty cache, at version 0."""
+    """Returns the test file's engine in the initial state: idle, with an empty cache, at version 0."""
     engine = Engine(engine_process)
     engine.post("/abort_request", {"abort_all": True})
     engine.post("/continue_generation", {})

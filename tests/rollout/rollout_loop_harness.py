@@ -37,11 +37,11 @@ STEP_GROUPS = 3
 GROUP_SIZE = 2
 CONTEXT = 64
 Recorded = tuple[str, int, Mapping[str, float]]  # source, weight version, values
-LONG_S = 120.0  # a deadline that only a hang exceeds
+LONG_S = 120.0  # a timeout for tests that hang
 
 
 class ReplayBufferBus:
-    """Runs `ReplayBuffer` in the loop's event loop, with a trainer that trains a step as soon as its groups are
+    """Runs `ReplayBuffer` in the event loop of the rollout loop. Its trainer trains a step as soon as the groups are
     complete.
     """
 
@@ -113,7 +113,7 @@ def _fields(request: Any) -> dict[str, Any]:
 
 
 class Rows:
-    """A source whose data row ``i`` has the index ``i`` and the prompt ``rev <100 + i>``.
+    """A data source. Its row ``i`` has the index ``i`` and the prompt ``rev <100 + i>``.
 
     ``changes`` maps indices to other prompts, or to None for an unusable data row.
     """
@@ -157,7 +157,7 @@ async def sample(
     workers: int = 1,
     **options: Any,
 ) -> list[Recorded]:
-    """Runs a loop with the ``options`` of `build_loop` until the bus closes; returns the metrics that it recorded."""
+    """Runs a loop with the ``options`` of `build_loop` until the bus closes. Returns the recorded metrics."""
     client = client or engine.new_client()
     spec = reward or find_reward("reverse_digits")
     records: list[Recorded] = []
@@ -198,7 +198,7 @@ def build_loop(
     lockstep: bool = False,
     **settings: Any,
 ) -> RolloutLoop:
-    """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
+    """Returns a loop over `Rows` with these ``prompts`` and ``settings``. The loop adds its metrics to ``records``."""
     tokenizer = PromptTokenizer(folder)
     env = env or find_env("single_turn")
     env_config = env_config or env.config(name=env.name)
@@ -260,7 +260,7 @@ def build_loop(
 
 
 async def run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: EngineClient, *, alone: bool) -> None:
-    """Runs the loop until the bus closes; fails if a single loop leaves a running task."""
+    """Runs the loop until the bus closes. Fails if a single loop leaves a running task."""
     try:
         with pytest.raises(BusClosed):
             await loop.run(reclaimed)
@@ -271,7 +271,7 @@ async def run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: 
 
 
 def renamed(engine: Engine) -> Callable[[int], None]:
-    """Returns a callback that renames the served weights to the next version, as a push of equal weights would."""
+    """Returns a callback that gives the served weights the next version, like a push of equal weights."""
 
     def on_step(version: int) -> None:
         engine.post("/update_weight_version", {"new_version": version})
@@ -280,7 +280,7 @@ def renamed(engine: Engine) -> Callable[[int], None]:
 
 
 async def within(call: Awaitable[None]) -> None:
-    """Awaits ``call`` with a deadline, because a loop that misses a failure would wait forever."""
+    """Awaits ``call`` with a timeout, because a loop that misses a failure would wait forever."""
     async with asyncio.timeout(LONG_S):
         await call
 
@@ -292,5 +292,5 @@ def scored(score: Callable[[RewardInput, Any], RewardOutput]) -> RewardSpec:
 async def sample_with(
     engine: Engine, folder: Path, *, put: Callable[[Sequence[Group]], None] = lambda rows: None, **changes: Any
 ) -> None:
-    """Runs a loop of two steps whose puts call ``put``."""
+    """Runs a loop of two steps that calls ``put`` to put groups on the bus."""
     await sample(engine, folder, ReplayBufferBus(steps=2, put=put), **changes)

@@ -1,4 +1,4 @@
-"""Skeletons of correct answers: grouping by text, additions to the prompt, and the report of a possible reward hack."""
+"""Tests skeletons of correct answers: grouping by text, additions to the prompt, reports of possible reward hacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.answer_skeletons import (
     stats_rows,
 )
 
-Answers = Callable[[int, int, int], str]  # row number and the two addends → answer text
+Answers = Callable[[int, int, int], str]  # (row number, first addend, second addend) → answer text
 
 
 def sum_prompt(a: int, b: int) -> str:
@@ -30,7 +30,7 @@ def sum_prompt(a: int, b: int) -> str:
 
 
 def look(answers: Answers, *, rows: int = 30, shadow: float | None = 1.0, tokens: int = 4) -> AnswerStats:
-    """Returns the analysis of an evaluation of sums in which all answers count as correct."""
+    """Returns the analysis of an evaluation on sums. The reward accepts all answers."""
     judged = []
     for row in range(rows):
         a, b = 21 + row, 53 - row
@@ -268,7 +268,7 @@ def test_a_megabyte_costs_little(unit: str) -> None:
     began = time.process_time()
     assert len(skeleton(huge, prompt="Bob")) <= 80
     assert 0.0 <= new_share(huge, prompt="Bob") <= 1.0
-    assert time.process_time() - began < 0.5  # seconds; a scan that is quadratic in the length takes minutes
+    assert time.process_time() - began < 0.5  # in seconds; a scan of quadratic time takes minutes
     began = time.process_time()
     assert skeleton("It is Bob 84", prompt=huge) in ("It is A 0", "It is Bob 0")
     assert time.process_time() - began < 2.0

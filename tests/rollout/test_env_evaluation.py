@@ -1,4 +1,4 @@
-"""Evaluates an environment of several turns with a real engine and the real game."""
+"""Tests the evaluation of an environment of several turns, with a real engine and the real game."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBERS = 7
 
 
 def numbers(name: str) -> PreparedSet:
-    """Returns a set with each number of the game once."""
+    """Returns an evaluation set with each number of the game once."""
     rows: list[DataRow] = [{"prompt": f"seed {seed}", "answer": "", "seed": seed} for seed in range(NUMBERS)]
     return PreparedSet(name=name, rows=[EvalRow(row=row, input_ids=[]) for row in rows], bad=[])
 
@@ -38,7 +38,7 @@ def numbers(name: str) -> PreparedSet:
 def played(
     engine: Engine, folder: Path, sets: Sequence[PreparedSet], *, env: EnvSpec, samples: int = 1, max_bad: float = 0.05
 ) -> list[SetAnswers]:
-    """Plays the sets greedily, or with several samples at temperature 1."""
+    """Evaluates the sets greedily, or with several samples at temperature 1."""
     tokenizer = PromptTokenizer(folder)
     client = engine.new_client()
     sampling = SamplingParams(
@@ -97,7 +97,7 @@ def test_several_episodes_of_a_row_have_seeds_of_their_own(engine: Engine, tiny_
 
 
 def test_an_env_that_fails_leaves_answers_without_a_score(engine: Engine, tiny_folder: Path) -> None:
-    """The env of one row raises in its first call, and the opening of one row leaves no room."""
+    """The env of one row raises in its first call, and the prompt of one row is too long for a response."""
     game = find_env("number_guess")
     assert game.open is not None
     opens: Any = game.open

@@ -1,4 +1,4 @@
-"""The estimates of pass@k and maj@k against an enumeration of every draw of k answers."""
+"""Compares the estimates of pass@k and maj@k with an enumeration of every draw of k answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answer(vote: str | None, *, exact: bool = False, reward: float | None = 0.0)
 
 
 def drawn_majority(answers: list[Answer], k: int) -> float:
-    """Returns the share of draws with a correct majority; a tie counts as the share of correct answers in it."""
+    """Returns the share of draws with a correct majority. A tie counts as the share of correct answers in the tie."""
     right = {}
     for drawn_answer in answers:
         right.setdefault(drawn_answer.vote, drawn_answer.exact)

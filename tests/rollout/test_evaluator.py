@@ -40,7 +40,7 @@ from tests.contracts.engine.harness import Engine
         (0, 0, 100, []),
         (50, 0, 100, [0, 50, 100]),
         (50, 0, 120, [0, 50, 100, 120]),
-        (50, 30, 120, [30, 50, 100, 120]),  # a resumed run begins with its current version
+        (50, 30, 120, [30, 50, 100, 120]),  # a resumed run begins with the current version
         (50, 50, 50, [50]),
         (1, 0, 3, [0, 1, 2, 3]),
         (1000, 0, 3, [0, 3]),
@@ -109,7 +109,7 @@ def asked(
 
 
 def test_sets_answers_and_what_is_left_out(engine: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluates several sets with one engine: several answers per prompt, too long prompts, rewards of None."""
+    """Evaluates several sets with one engine: several answers per prompt, too long prompts, and rewards of None."""
     params = SamplingParams(
         n=4, max_new_tokens=8, temperature=1.0, stop_token_ids=maker(tiny_folder).tokenizer.stop_token_ids
     )
@@ -170,7 +170,7 @@ def test_the_first_sets_figures_have_no_name_and_every_named_sets_have_its_own()
 
 
 def sums(said: str, *, shadow: float) -> SetAnswers:
-    """Returns correct answers to 20 sums; in ``said``, a and b stand for the addends and c for their sum."""
+    """Returns correct answers to 20 sums. In the template ``said``, a and b are the addends and c is the sum."""
     rows, answers = [], []
     for number in range(20):
         a, b = 20 + number, 71 - number // 2

@@ -1,4 +1,4 @@
-"""Computes advantages of groups from their columns; lists the algorithms that compute them per complete group."""
+"""Tests advantages of groups from their columns, and the list of algorithms that need only complete groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.trees import answers_tree, random_tree
 
 
 def row(rewards: Sequence[float], lengths: Sequence[int], **extras: Any) -> TokenTree:
-    """Returns a group of answers with these rewards; ``logprobs`` and extras have one entry per answer token."""
+    """Returns a group of answers with these rewards. ``logprobs`` and extras have one entry per answer token."""
     return answers_tree("g", [1, 2], lengths, np.zeros(sum(lengths)), rewards=rewards, **extras)
 
 
@@ -56,7 +56,7 @@ def test_each_group_is_on_its_own_without_normalize() -> None:
 
 
 def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
-    """GRPO's advantage is the reward minus the group's mean, on each token of the episode."""
+    """Each token of an episode has GRPO's advantage: the reward minus the group's mean."""
     tree = random_tree(np.random.default_rng(3))
     assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
     assert max(len(episode.leaves) for episode in tree.episodes) > 1
@@ -87,7 +87,7 @@ def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together()
 
 
 def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
-    """Plain REINFORCE++ compares each prompt's single reward with the others'."""
+    """Plain REINFORCE++ compares the single reward of a prompt with the rewards of the other prompts."""
     config = ReinforcePpConfig(group_size=1, group_baseline=False)
     REINFORCE_PP.check(config)
     a, b = advantage_extras([row([1.0], [2]), row([0.0], [2])], REINFORCE_PP, config)
@@ -127,7 +127,7 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     (a,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0))
     # lambda 1: advantages 0.75, -0.5, -0.75; the return of each token is its sample's reward
     assert flat(a, c.RETURNS) == [1.0, 0.0, 0.0]
-    # VAPO: λ of the advantages, here 0 because 0.4 times two tokens is below 1, does not change the returns.
+    # VAPO's λ for advantages does not change the returns. Here it is 0, because 0.4 times two tokens is below 1.
     (adaptive,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0, gae_alpha=0.4))
     assert flat(adaptive, c.RETURNS) == flat(a, c.RETURNS) and flat(adaptive) != flat(a)
     raw = np.array([0.75, -0.5, -0.75])
@@ -137,7 +137,7 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
 
 
 def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: float) -> EpisodeRecord:
-    """Returns an episode of turns (prompt, response, reward); a turn's state key is the text of its prompt."""
+    """Returns an episode of turns (prompt, response, reward). The state key of a turn is the text of its prompt."""
     made = [
         PlayedTurn(prompt_ids=prompt, response=response(ids, versions=0), reward=own, state_key=str(prompt) * 20)
         for prompt, ids, own in turns
@@ -176,7 +176,7 @@ def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_
     "settings", [{"gamma": 0.5}, {"kl_coef": 0.25, "kl_placement": "reward", "kl_estimator": "k1"}]
 )
 def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: dict[str, Any]) -> None:
-    """The rows of the third turn precede those of the second, because it continues the first history."""
+    """The third turn continues the first history, so its rows precede the second turn's rows."""
     order = [4, 4, 5, 6, 6, 6]  # the episode's sampled tokens in the order of sampling
     back = played(
         "g.0", ([1, 2, 3], [4, 4], None), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], None), reward=2.0
@@ -250,7 +250,7 @@ def test_every_token_of_a_tree_is_in_a_turn_of_its_episode() -> None:
 
 
 def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
-    """The groups of one lease are not always a train step."""
+    """The groups of one lease are not always a complete train step."""
     rows = [row([1.0, 0.0], [1, 1]), row([5.0, 1.0], [1, 1])]
     config = GrpoConfig(normalize_std="none")
     mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, config: [torch.cat(list(values))[:2]] * 2)
@@ -259,7 +259,7 @@ def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
 
 
 def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
-    """Returns the tree of the columns that a task leases."""
+    """Returns the tree with only the columns that a bus task leases."""
     asked_for = {name: columns[name] for name in names}
     return decode_tree(Group(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
 
@@ -269,7 +269,7 @@ COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
 
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> None:
-    """The rollout computes one group with all columns; the role computes several with only the requested columns."""
+    """The rollout processes one group with all columns. The role processes several groups with requested columns."""
     config = load_config([f"algo={algorithm}"])
     spec = find_algorithm(algorithm)
     random = np.random.default_rng(0)

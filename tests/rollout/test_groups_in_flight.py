@@ -1,4 +1,4 @@
-"""Over-sampling, several rollout workers, and weight changes, with groups in flight in a real engine."""
+"""Tests over-sampling, several rollout workers, and weight changes while a real engine generates groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
 
 
 def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
-    """The spare groups wait at the gate until the step is complete without them."""
+    """The spare groups wait at the gate until the step is complete without these groups."""
 
     class InTwoParts(ReplayBufferBus):
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
@@ -56,7 +56,7 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
             mine = gated
             while mine == 2 and bus.core.version == 0:
                 await asyncio.sleep(0.01)
-            for _ in range(20):  # iterations of the event loop, in which the change is delivered
+            for _ in range(20):  # iterations of the event loop, so the change is delivered
                 await asyncio.sleep(0)
 
         records = await sample(engine, tiny_folder, bus, gate=gate, max_aborts=0)
@@ -71,8 +71,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
 def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """The second worker is lost with two groups in flight, and the step waits for them; it returns with its admissions.
-    An unusable row delays no prompts if there are several workers.
+    """The second worker is lost with two groups in flight, and the step waits for these groups. A restarted worker gets
+    the same admissions. With several workers, an unusable row does not delay prompts.
     """
 
     class TracedBus(ReplayBufferBus):
@@ -146,12 +146,12 @@ class TracedClient(EngineClient):
 
 
 def versions_of(row: Group) -> list[list[tuple[int, int]]]:
-    """Returns (weight version, tokens) of each answer."""
+    """Returns the (weight version, tokens) spans of each answer."""
     return [episode.turns[0].versions for episode in tree_of(row).episodes]
 
 
 class UntilOneCameBack(ReplayBufferBus):
-    """Ends the run one step after the arrival of a group that was aborted and continued with other weights."""
+    """A bus that ends the run one step after it receives a group that was aborted and continued with newer weights."""
 
     def __init__(self, client: TracedClient, **settings: Any) -> None:
         super().__init__(steps=1_000_000, **settings)
@@ -168,7 +168,7 @@ class UntilOneCameBack(ReplayBufferBus):
 
 
 def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:
-    """One group is slow, so steps continue without it until it has reached the maximum number of aborts."""
+    """One group is slow. Steps continue without this group until it has reached the maximum number of aborts."""
 
     async def scene() -> None:
         client = TracedClient(engine)

@@ -1,4 +1,4 @@
-"""Tests that the bus holds exactly the items of the item cache."""
+"""Tests that the bus stores exactly the items of the item cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WaitUntil = Callable[..., None]
 
 
 class Encoder:
-    """Writes an image of random pixels for each path, and removes the first ``vanishing`` files again."""
+    """Writes an image of random pixels for each path. Removes the first ``vanishing`` files again."""
 
     def __init__(self, folder: Path, *, vanishing: int = 0) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ def test_the_items_of_the_cache_stay_and_no_others(bus: BlockingBus, wait_until:
         cache = ItemCache(held, max_bytes=3 * size, release_items=held.release_items)
         choose = random.Random(0)
         kept: dict[str, MediaItem] = {}
-        for turn in range(60):  # each turn evicts items, and some are encoded again at once
+        for turn in range(60):  # each iteration evicts items; some items are encoded again at once
             wanted = [choose.randrange(6) for _ in range(3)]
             items = await cache.items([source(number) for number in wanted], owner=str(turn))
             kept = {item.digest: item for item in items}

@@ -1,4 +1,4 @@
-"""Tests the item cache: items are encoded once, held during use, cancelled without users, and errors are cached."""
+"""Tests the item cache: it encodes items once, keeps used items, cancels encodings without users, and caches errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 100  # bytes of each item
 
 
 class Encoder:
-    """Encodes any path; refuses a path that is the name of a reason. Each encoding waits for `open`."""
+    """Encodes any path, and refuses paths that are names of reasons. Each encoding waits for `open`."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -61,10 +61,10 @@ def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> No
         cache = ItemCache(encoder, max_bytes=2 * SIZE, release_items=gone.append)
         (first,) = await cache.items([path("a")], owner="one")
         other_items = [(await cache.items([path(name)], owner=name))[0] for name in "bcd"]
-        assert gone == []  # all are held, so none is evicted although the limit is exceeded
+        assert gone == []  # all items are in use, so no item is evicted although the limit is exceeded
         for name in "bcd":
             cache.release(name)
-        assert gone == [item.digest for item in other_items[:2]]  # the limit holds again: a is held, d is the newest
+        assert gone == [item.digest for item in other_items[:2]]  # the limit applies again; a is used, d is the newest
         await cache.items([path("a")], owner="two")
         cache.release("one")
         cache.release("one")  # a second release is no error
@@ -87,6 +87,6 @@ def test_a_refused_item_frees_the_prompt_s_others_and_stays_refused_unless_time_
                 assert told.value.word == name and told.value.reason == f"bad_media:{name}"
                 cache.release(f"g{turn}{name}")
         assert encoder.calls["truncated"] == 1 and encoder.calls["timeout"] == 2
-        assert len(gone) == encoder.calls["a"]  # no item is held, so none is cached
+        assert len(gone) == encoder.calls["a"]  # no item is in use, so no item is cached
 
     asyncio.run(scene())

@@ -1,4 +1,4 @@
-"""Admissions and unusable data rows, with a real engine, a real reward and the bus's state machine."""
+"""Tests admissions and unusable data rows, with a real engine, a real reward and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOO_LONG = "rev " + "1 2 " * 50
 def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_place(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """Two of the first three rows and the first later row are unusable; no prompt batch gets shorter."""
+    """Two of the first three rows and the first later row are unusable. All prompt batches keep their size."""
     told: list[Sequence[Mapping[str, str]]] = []
 
     async def scene() -> None:
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits(engine: Engine, tiny_fold
 def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_prompts(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """The evaluation of version 1 waits for the step that the dropped group belongs to."""
+    """The evaluation of version 1 waits for the step of the dropped group."""
 
     def score(given: RewardInput, config: Any) -> RewardOutput:
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
@@ -104,7 +104,7 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
 
 
 class Encoded:
-    """Marks a prompt maker as encoding; its prompts are text only, so no item is requested."""
+    """A prompt maker that is marked as encoding. It requests no items, because its prompts are text only."""
 
     encoded = 0
 
@@ -116,9 +116,9 @@ class Encoded:
 def test_prompts_are_encoded_while_engines_work_and_later_ones_are_admitted_if_no_run_must_be_repeated(
     engine: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    """At staleness 1 the encoding of the first prompt takes longer than two steps of others.
+    """At staleness 1 the encoding of the first prompt takes longer than two steps on other prompts.
 
-    At staleness 0 the prompts of step 1 are encoded while the rewards of step 0 are computed.
+    At staleness 0 the loop encodes the prompts of step 1 while it computes the rewards of step 0.
     """
     release_items, encoded = asyncio.Event(), set[str]()
     make = PromptMaker.prompt

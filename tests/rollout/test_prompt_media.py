@@ -1,4 +1,4 @@
-"""Tests prompts with images, from the data row on: bad media in the ledger, and an env that returns an image."""
+"""Tests prompts with images, starting at the data row: bad media in the ledger, and an env that returns an image."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 class Encoder:
-    """Returns an item of 2 × 3 rows for each path; refuses "missing"."""
+    """Returns an item of 2 × 3 rows for each path. Refuses the path "missing"."""
 
     def __init__(self, tokenizer: PromptTokenizer, folder: Path | None = None) -> None:
         self._token, self._folder = tokenizer.media_ids["image"], folder
@@ -154,7 +154,7 @@ def test_too_many_bad_media_in_a_row_end_the_run_with_the_first_file_and_one_goo
         else:
             bad.leave_out(number, MediaError("image", "missing_file", f"{number}.png is not there."))
     assert bad.media_reasons == {"missing_file": 67}
-    bad.leave_out(100, BadRow.because("prompt", "no media"))  # a reason that is not about media
+    bad.leave_out(100, BadRow.because("prompt", "no media"))  # this reason is not about media
     bad.leave_out(101, MediaError("image", "truncated", "101.png is cut."))
     with pytest.raises(ValueError, match=r"3 data rows in a row cannot be used.* The first: 99.png"):
         bad.leave_out(102, MediaError("image", "truncated", "102.png is cut."))
@@ -186,7 +186,7 @@ def test_a_reward_gets_pixels_by_the_items_file_and_no_bytes(tokenizer: PromptTo
     request = PromptRequest(rid="r", input_ids=[1], sampling_seed=0, media=[Media(start=0, end=1, item=item)])
     (episode,) = one_turn_episodes("g0", request, [response([1], versions=0)], tokenizer=tokenizer)
     given = episode.reward_input({**inline, "answer": "red"}, "row 1", media_folder=str(tmp_path))
-    sent = msgspec.msgpack.encode([given])  # as sent to a worker process
+    sent = msgspec.msgpack.encode([given])  # the form that a worker process receives
     (come,) = msgspec.msgpack.decode(sent, type=list[RewardInput])
     pixels = come.frames(0)
     assert pixels.shape == (1, 16, 24, 3) and pixels.dtype == np.uint8 and not pixels.flags.writeable

@@ -1,4 +1,4 @@
-"""Prompts that are too long, and chat templates that refuse a row."""
+"""Tests prompts that are too long, and chat templates that refuse a row."""
 
 from __future__ import annotations
 

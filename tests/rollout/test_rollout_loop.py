@@ -1,4 +1,4 @@
-"""The rollout loop with a real engine, a real reward and the bus's state machine."""
+"""Tests the rollout loop with a real engine, a real reward and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.rollout.rollout_loop_harness import (
 )
 from tests.trees import prompt_of, rewards_of, tree_of
 
-SOON_S = 60.0  # a deadline for actions of milliseconds; shorter than the harness's
+SOON_S = 60.0  # timeout of actions that take milliseconds; shorter than the harness's timeout
 
 
 def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder:
 
 
 def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Engine, tiny_folder: Path) -> None:
-    """Computes GRPO by hand: the reward minus the mean, over the unbiased deviation, at each token of the sample."""
+    """Computes GRPO by hand: reward minus mean, divided by the unbiased deviation, at each token of the sample."""
     config = load_config()
     advantages = group_advantages(find_algorithm(config.algo.name), config)
     turns = itertools.cycle(range(GROUP_SIZE))
@@ -136,7 +136,7 @@ def test_a_group_without_rewards_is_dropped_with_its_reason(engine: Engine, tiny
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
 
     async def scene() -> None:
-        # The step's three rows come from four prompts, since one is unusable.
+        # The step's three rows come from four prompts, because one prompt is unusable.
         bus = ReplayBufferBus(steps=1)
         await sample(engine, tiny_folder, bus, reward=scored(score))
         assert "g00000001" not in bus.rows and len(bus.rows) == STEP_GROUPS
@@ -158,7 +158,7 @@ def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_f
 
 
 class ArrivalClient(EngineClient):
-    """Records in ``arrived`` the groups with complete responses, in order."""
+    """A client that records in ``arrived`` the groups with complete responses, in order."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -177,8 +177,8 @@ class ArrivalClient(EngineClient):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_folder: Path, in_order: bool) -> None:
-    """The rewards of the first group wait for the others: until those groups are on the bus or, with ``in_order``,
-    until their rewards are computed.
+    """The rewards of the first group wait until the other groups are on the bus. With ``in_order`` they wait until the
+    rewards of the other groups are computed.
     """
     client = ArrivalClient(engine)
     others_are_there = threading.Event()
@@ -210,7 +210,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
 
 
 def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
-    """Otherwise the groups would be missing on the bus, and the trainer would wait for them."""
+    """Otherwise the groups would never arrive on the bus, and the trainer would wait for them."""
 
     def refuse(rows: Sequence[Group]) -> None:
         raise ValueError("bus: row g00000000 has too many bytes")
@@ -220,14 +220,14 @@ def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> No
 
 
 def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engine, tiny_folder: Path) -> None:
-    """An evaluation may hold the gate until the failed groups are trained."""
+    """An evaluation may keep the gate closed until the failed groups are trained."""
 
     async def gate(version: int) -> None:
         if version > 0:
             await asyncio.Event().wait()
 
     class EarlyBus(ReplayBufferBus):
-        """Admits one step ahead, as the bus does if the engine holds the prompts."""
+        """Admits prompts one step ahead, like the bus while the engine still has prompts."""
 
         early = False
 
@@ -253,7 +253,7 @@ def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
     engine: Engine, tiny_folder: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     class LateBus(ReplayBufferBus):
-        """Returns its answer despite the cancellation, as asyncio.wait_for of Python 3.11 does."""
+        """Returns a result despite its cancellation, like asyncio.wait_for of Python 3.11."""
 
         async def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if not self.core.progress().admitted:
@@ -272,7 +272,7 @@ def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
 
 
 def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_folder: Path) -> None:
-    """With rollout.mask_truncated no token could be trained, and prompts would be replaced forever."""
+    """With rollout.mask_truncated such a run trains no token, and would replace prompts forever."""
 
     async def scene() -> None:
         bus = ReplayBufferBus(steps=1)

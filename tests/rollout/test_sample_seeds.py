@@ -15,5 +15,5 @@ def test_a_seed_belongs_to_run_index_and_purpose() -> None:
 
 
 def test_a_seed_is_the_same_in_every_version() -> None:
-    """Golden: `printf 'train:7:3' | b2sum -l 64` as a little-endian number, halved. Resumed runs depend on it."""
+    """The seed is `printf 'train:7:3' | b2sum -l 64`, little-endian, halved. Resumed runs depend on its value."""
     assert sampling_seed(7, index=3) == 8178726636433246004

@@ -1,4 +1,4 @@
-"""The choice of the teacher: its name goes from the data row to the group on the bus."""
+"""Tests the choice of the teacher: the data row names the teacher, and the group on the bus has this name."""
 
 from __future__ import annotations
 

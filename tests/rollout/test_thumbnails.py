@@ -1,4 +1,4 @@
-"""Thumbnails of audio: a small picture of its features for people, and the features for a reward."""
+"""Tests thumbnails of audio: people see a small picture of the features, and a reward gets the features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that are aborted or cancelled by a new weight version, with the bus's state machine."""
+"""Tests groups that a new weight version aborts or cancels, with the bus's state machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.rollout.partial_rollout import WeightUpdateHandler
 
 
 class Versions:
-    """Reports the changes one after the other, and then closes the bus."""
+    """A bus that reports the version changes in order and then closes."""
 
     def __init__(self, *changes: VersionChange) -> None:
         self._changes = list(changes)
@@ -27,7 +27,7 @@ class Versions:
 
 
 class Asked:
-    """Records the calls to an engine pool."""
+    """An engine pool that records calls."""
 
     def __init__(self) -> None:
         self.aborted: list[tuple[list[str], int]] = []
@@ -45,8 +45,8 @@ def admission(index: int, min_version: int) -> Admission:
 
 
 def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done: tuple[int, ...] = ()) -> Asked:
-    """Runs the handler; returns its calls. ``changes``: the first is the version in force at the start. ``groups``:
-    index → min_version of the running groups; ``done``: indices of complete groups.
+    """Runs the handler and returns its calls. ``changes``: the weight versions, beginning with the version at the
+    start. ``groups``: index → min_version of the running groups. ``done``: indices of complete groups.
     """
     asked = Asked()
     versions = Versions(*changes)
@@ -126,7 +126,7 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
         assert weight_update_handler.begin(index, lambda index=index: ended.append(index))  # type: ignore[misc]
         weight_update_handler.add_request(index, f"r{index}.0.0")
         weight_update_handler.add_request(index, f"r{index}.1.0")
-    weight_update_handler.remove_request(2, "r2.0.0")  # its env is in a step now
+    weight_update_handler.remove_request(2, "r2.0.0")  # the episode's env is in a step now
     weight_update_handler.remove_request(3, "r3.0.0")
     weight_update_handler.remove_request(3, "r3.1.0")
     with pytest.raises(BusClosed):

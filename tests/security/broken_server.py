@@ -1,4 +1,4 @@
-"""A server that knows the run's token, so that clients trust it, and answers with arbitrary bytes."""
+"""A server that responds with arbitrary bytes. It knows the run's token, so clients trust it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Piece = bytes | float  # bytes to send, or seconds to wait
 
 
 class Endless:
-    """A reply that never ends: ``begin``, then ``part`` repeatedly, ``pause_s`` seconds apart."""
+    """A response that never ends: ``begin``, then ``part`` repeatedly, with pauses of ``pause_s`` seconds."""
 
     def __init__(self, begin: bytes, part: bytes, *, pause_s: float = 0.0) -> None:
         self.begin, self.part, self.pause_s = begin, part, pause_s
@@ -98,7 +98,7 @@ def broken_server() -> Iterator[BrokenServer]:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 DEEP = 100_000
-# Bytes that are not HTTP, or not a JSON object with the fields that the typed calls need.
+# Bytes that are not HTTP, or that lack the JSON fields which the typed calls need.
 GARBAGE: dict[str, Any] = {
     "nothing": b"",
     "no http": b"SSH-2.0-OpenSSH_9.6\r\n",

@@ -30,7 +30,7 @@ class SecondUser:
     uid: int
 
     def popen(self, program: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-        """Starts a Python program, given as text, as the second user; it may import only the standard library."""
+        """Starts a Python program, given as text, as the second user. It may import only the standard library."""
         return subprocess.Popen(
             [PYTHON, "-I", "-u", "-c", program, *map(str, arguments)],
             user=self.uid,
@@ -65,7 +65,7 @@ def second_user() -> SecondUser:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """Makes a folder that every user of this machine can enter, like a home directory; pytest's folders are private."""
+    """Makes a folder that every user of this machine can enter, like a home directory. pytest's folders are private."""
     folder = Path(tempfile.mkdtemp(prefix="relax-shared-", dir="/tmp"))
     folder.chmod(0o755)
     yield folder

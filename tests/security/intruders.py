@@ -1,4 +1,4 @@
-"""Programs of another local user who has taken the port of a server of the run, or tries to take it."""
+"""Programs of another local user who has taken the port of a run's server, or tries to take it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tests.security.conftest import INTRUDER, SecondUser
 
-# Prints its port, then every received piece in hexadecimal digits. Modes: "empty" answers {} to everything, "relay"
+# Prints its port, then every received piece in hexadecimal digits. Modes: "empty" always responds with {}, "relay"
 # passes all bytes to another port and back, "replay" always sends the same text, "silent" sends nothing, "trickle"
 # sends a byte now and then, and "close" closes the connection.
 SERVER = r"""
@@ -77,7 +77,7 @@ for host, options in ways:  # 2 is SO_REUSEADDR, 15 SO_REUSEPORT
 
 
 class Intruder:
-    """Runs a server of the second user; without root, another process of this user with the same knowledge."""
+    """Runs a server as the second user. Without root, runs it as another process of this user."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -117,7 +117,7 @@ def intruder(mode: str, *, port: int = 0, told: object = "") -> Iterator[Intrude
 
 
 def ways_to_take(port: int) -> list[str]:
-    """Returns the result of each attempt of the second user to bind the port and listen on it."""
+    """Lets the second user try to bind the port and listen on it, and returns the result of each attempt."""
     with start(TAKER, port) as process:
         text, _ = process.communicate(timeout=30.0)
     return text.splitlines()

@@ -1,7 +1,7 @@
-"""Scores crafted answers in a separate process, and reports answers that made it execute code or open something.
+"""Scores crafted answers in a separate process. Reports answers that made it execute code or open something.
 
-Reads a JSON list of cases from the standard input and writes a list of results to the standard output. It is not a test
-module, because an audit hook cannot be removed from a process.
+Reads a JSON list of cases from the standard input and writes a list of results to the standard output. It is a separate
+program, because an audit hook cannot be removed from a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-LIMIT_S = 3.0  # per answer
+LIMIT_S = 3.0  # time limit per answer
 _CODE = ("compile", "exec", "code.__new__", "marshal.loads", "pickle.find_class")
 _PROCESS = ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen")
 _FILES = ("os.mkdir", "os.remove", "os.rename", "os.symlink", "os.chmod")
@@ -22,7 +22,7 @@ _WATCHED = frozenset((*_CODE, *_PROCESS, *_FILES))
 
 
 class Watch:
-    """Records the interpreter's audit events while an answer is scored, except those of imports."""
+    """Records the interpreter's audit events while an answer is scored, except events of imports."""
 
     def __init__(self) -> None:
         self.on = False
@@ -40,7 +40,7 @@ class Watch:
 
 
 def _is_exempt(frame: Any) -> bool:
-    """Returns whether the running code is an import, or sympy's generator of code without input text."""
+    """Returns whether the running code is an import, or a code generator of sympy that uses no input text."""
     if frame.f_code.co_qualname == "MonomialOps._build":
         return True
     while frame is not None:
@@ -51,7 +51,7 @@ def _is_exempt(frame: Any) -> bool:
 
 
 class OutOfTime(BaseException):
-    """Raised if an answer takes longer than `LIMIT_S`; no library catches it."""
+    """Raised if an answer takes longer than `LIMIT_S`. No library catches this exception."""
 
 
 def main() -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def main() -> list[dict[str, Any]]:
             return f"reward {spec.score(given, config).reward}"
         except OutOfTime:
             return "out of time"
-        except Exception as error:  # a worker process would turn it into an answer without a reward
+        except Exception as error:  # in a worker process, the answer would have no reward
             return f"raises {type(error).__name__}"
         finally:
             watch.on = False

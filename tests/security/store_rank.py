@@ -1,6 +1,6 @@
-"""Runs one rank: joins, waits for a line on stdin, makes another group and gathers objects.
+"""Runs one rank: joins the ranks, waits for a line on stdin, makes another group and gathers objects.
 
-python store_rank.py <rank> <address> <token> <seconds for which the second group lets everybody connect>
+python store_rank.py <rank> <address> <token> <seconds during which the second group lets everybody connect>
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Broken run folders next to two good runs: each affects only its own views, and time and memory stay bounded."""
+"""Tests broken run folders next to two good runs: each breaks only its own views, and time and memory stay bounded."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from relax_core.contracts.untrusted_files import shown_line
 from tests.security.broken_runs import KINDS, LISTED
 from tests.server.made_run import make_run
 
-SOON_S = 5.0  # time to list the good runs and load each of their views
-MAX_MB = 400  # peak memory of the server's process
+SOON_S = 5.0  # maximum time to list the good runs and load all of their views
+MAX_MB = 400  # maximum peak memory of the server's process
 QUESTION_S = 60.0
 SAMPLES = ("/samples", "/sample?id=1", "/group?uid=g00000000", "/samples?words=answer", "/engines", "/batch?step=0")
 TEXTS = ("/evaluations", "/evaluation?step=0", "/prompt?prompt=q0")
 LOGS = ("/logs", "/log?name=actor-0.log&words=x", "/log?name=actor-0.log", "/log?name=pipe.log")
 METRICS = ("/timeline", "/processes", "/series?tags=actor/reward")
 LEDGER = ("/lineage", "/lineage?reason=stale", "/batch?step=0")
-VIEWS = {  # beginning of a kind → views that read the broken file, in addition to the overview
+VIEWS = {  # beginning of a fault's name → views besides the overview that read the broken file
     "summary": ("/config", "/timeline"),
     "config": ("/config", "/batch?step=0"),
     "metrics": METRICS,
@@ -47,7 +47,7 @@ VIEWS = {  # beginning of a kind → views that read the broken file, in additio
 
 @dataclass
 class Page:
-    """Holds a dashboard in a separate process."""
+    """Runs a dashboard in a separate process."""
 
     process: subprocess.Popen[str]
     address: str
@@ -123,7 +123,7 @@ def test_at_least_thirty_kinds_are_listed_beside_the_good_runs(page: Page) -> No
         any(listed[name]["state"] != "unreadable" for name in map(shown_line, LISTED))
         and time.monotonic() < began + QUESTION_S
     ):
-        listed = by_folder(page)  # a busy machine reads some runs only for the next list
+        listed = by_folder(page)  # on a busy machine, some runs appear only in the next list
     assert len(listed) == len(KINDS) + 2
     for name in map(shown_line, LISTED):
         assert listed[name]["state"] == "unreadable", (name, listed[name])
@@ -133,7 +133,7 @@ def test_at_least_thirty_kinds_are_listed_beside_the_good_runs(page: Page) -> No
 
 
 def test_no_view_of_a_broken_run_costs_the_good_runs_or_the_memory(page: Page) -> None:
-    """8 threads request the views that read broken files, while a good run is read repeatedly."""
+    """8 threads request the views that read broken files. Meanwhile the test reads a good run repeatedly."""
     listed = by_folder(page)
     broken = {name: run["id"] for name, run in listed.items() if not name.startswith("good_")}
     assert len(broken) == len(KINDS)

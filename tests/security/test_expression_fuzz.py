@@ -1,4 +1,4 @@
-"""The expression grammar handles any text in bounded time, raises only its own error, and computes correct values."""
+"""Tests the expression grammar on any text: bounded time, ExpressionError as the only error, and correct values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUZZ = settings(
     max_examples=1500, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 LIMIT_S = 0.05
-CPU = time.thread_time  # does not count other processes of the machine
+CPU = time.thread_time  # this clock does not count other processes
 
 
 @FUZZ
@@ -38,7 +38,7 @@ def test_any_text_is_an_expression_or_none_in_bounded_time(text: str, products: 
             expression(text, products_without_sign=products, evaluate=evaluate)
         return CPU() - began
 
-    if seconds() > LIMIT_S:  # the first time may include garbage collection, or the first use of a part of sympy
+    if seconds() > LIMIT_S:  # the first call may include garbage collection, or the first use of a part of sympy
         clear_cache()
         assert seconds() < LIMIT_S, text
 
@@ -99,7 +99,7 @@ def test_text_outside_of_the_grammar_is_no_expression(text: str) -> None:
             expression(text, products_without_sign=products)
 
 
-# Draws an expression as text, with its value as a fraction, or None if it has none.
+# Draws an expression as text, and its value as a fraction, or None for an expression without a value.
 def _numbers() -> st.SearchStrategy[tuple[str, Fraction | None]]:
     return st.integers(0, 99).map(lambda value: (str(value), Fraction(value)))
 
@@ -139,11 +139,11 @@ def test_arithmetic_equals_an_independent_evaluation(made: tuple[str, Fraction |
     text, wanted = made
     try:
         value = expression(text, products_without_sign=True)
-    except ExpressionError:  # above a limit of the value, an intermediate value, or the nesting
+    except ExpressionError:  # a value, an intermediate value or the nesting is above its limit
         assert wanted is None or _is_above_a_limit(text), text
         return
     if wanted is None:
-        assert not value.is_Rational or "0" in text  # a division by zero, which sympy represents as infinity or nan
+        assert not value.is_Rational or "0" in text  # sympy represents a division by zero as infinity or nan
     else:
         assert value.is_Rational, text
         assert Fraction(int(value.p), int(value.q)) == wanted

@@ -1,4 +1,5 @@
-"""Hostile data files, model folders, chat templates and chat messages are refused within seconds and megabytes.
+"""Tests that hostile data files, model folders, chat templates and messages are refused within limits of time and
+memory.
 
 Each case runs the functions that a run calls before its start, in a process with limits of memory and time.
 """
@@ -39,8 +40,8 @@ from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_text import tiny_prompt_tokenizer, write_prompt_tokenizer
 
-CASE_S = 10.0  # of processor time, as other programs may use the cores
-CASE_GIB = 3.0  # of private memory of the process that reads all data files
+CASE_S = 10.0  # limit of processor time, because other programs may use the cores
+CASE_GIB = 3.0  # limit of private memory of the process that reads all data files
 FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KEYS = RowKeys(prompt="prompt", answer="answer")
 _READ_ALL = """
@@ -97,11 +98,11 @@ def dictionary(text: str, count: int) -> pyarrow.Array:
 def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table(columns), file, compression="zstd", store_schema=False, **options
-    )  # without arrow's schema, a reader does not know that texts are stored once
+    )  # without arrow's schema, a reader does not know that equal texts are stored once
 
 
 def zeros_in_pages(file: Path) -> None:
-    """Writes about 100 KB that become 2.7 GB of text, more than a row group may have."""
+    """Writes about 100 KB that expand to 2.7 GB of text, more than a row group may have."""
     block = pyarrow.table({"prompt": pyarrow.array(["\0" * (16 << 20)] * 4), "answer": pyarrow.array(["1"] * 4)})
     with pyarrow.parquet.ParquetWriter(
         file, block.schema, compression="zstd", use_dictionary=False, store_schema=False
@@ -110,13 +111,13 @@ def zeros_in_pages(file: Path) -> None:
 
 
 def repeated_text(file: Path) -> None:
-    """Writes 500 bytes that become 40 GB of text."""
+    """Writes 500 bytes that expand to 40 GB of text."""
     count = 40_000
     write_parquet(file, {"prompt": dictionary("x" * 1_000_000, count), "answer": pyarrow.array(["1"] * count)})
 
 
 def repeated_in_lists(file: Path) -> None:
-    """Writes rows with lists of one text; each list becomes 20 GB."""
+    """Writes rows with lists that repeat one text. Each list expands to 20 GB."""
     rows, per_row = 10, 1000
     texts = dictionary("y" * 20_000_000, rows * per_row)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, rows * per_row + 1, per_row), pyarrow.int32()), texts)
@@ -124,7 +125,7 @@ def repeated_in_lists(file: Path) -> None:
 
 
 def repeated_numbers(file: Path) -> None:
-    """Writes one row with 3 million numbers in 500 bytes."""
+    """Writes one row with 3 million numbers, stored in 500 bytes."""
     count = 3_000_000
     numbers = pyarrow.repeat(pyarrow.scalar(7, pyarrow.int64()), count)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), numbers)
@@ -212,7 +213,7 @@ DATA: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def read_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], float]]:
-    """Returns the result of reading each file of `DATA` and its seconds; one process with limits reads them all."""
+    """Reads all files of `DATA` in one process with limits. Returns the result and the seconds of each file."""
     folder, asked = tmp_path_factory.mktemp("rows"), []
     for number, (case, (suffix, write, _)) in enumerate(DATA.items()):
         file = folder / f"{number}.{suffix}"
@@ -475,7 +476,7 @@ TOKENIZERS: dict[str, Callable[[Path], Any]] = {
 
 
 def loaded(folder: Path) -> PromptTokenizer:
-    """Loads a tokenizer as a start does."""
+    """Loads a tokenizer like the start of a run."""
     try_tokenizer(folder, template=False)
     return PromptTokenizer(folder)
 
@@ -506,7 +507,7 @@ def maker(overlong: Overlong) -> PromptMaker:
 
 @contextmanager
 def watched() -> Iterator[list[float]]:
-    """Yields a list; after the block it has the longest time in which no other thread could run."""
+    """Yields a list. After the block, the list has the longest time without a run of another thread."""
     ended, gaps = threading.Event(), [0.0]
 
     def watch() -> None:

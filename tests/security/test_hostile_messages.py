@@ -1,4 +1,4 @@
-"""No chat message of an agent blocks or ends the rollout that answers it, through the endpoint and its HTTP server."""
+"""Tests that no chat message of an agent blocks or ends the rollout, through the endpoint and its HTTP server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.endpoint_harness import ScriptedPool, Served, serve
 
 LARGE = 15_000_000  # characters
-BLOCKED_S = 3.0  # 0.3 s on a quiet machine; other tests use the cores, and the heartbeat timeout is much longer
+BLOCKED_S = 3.0  # 0.3 s on an idle machine; other tests use the cores, and the heartbeat timeout is longer
 ASK = {"role": "user", "content": "12*7?"}
 
 

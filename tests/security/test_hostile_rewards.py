@@ -1,4 +1,4 @@
-"""No value or text from a reward, an environment, an agent or an algorithm ends a run."""
+"""Tests that no value or text from a reward, an environment, an agent or an algorithm ends a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Scored = Callable[[Any], RewardOutput]
 
 
 class BrokenNumber(float):
-    """A number whose value cannot be read."""
+    """A number that raises when its value is read."""
 
     def __float__(self) -> float:
         raise RuntimeError(f"broken {HALF}")
@@ -58,7 +58,7 @@ class BrokenNumber(float):
 
 
 class BrokenError(Exception):
-    """An error whose text cannot be read."""
+    """An error that raises when its text is read."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -102,7 +102,7 @@ def _raised(came: Any) -> Any:
 
 
 def check_output(output: RewardOutput) -> None:
-    """Fails for an output that a metric, a file, a message or float32 cannot hold."""
+    """Fails for an output that cannot be stored in a metric, a file, a message or float32."""
     msgspec.msgpack.encode(output)
     msgspec.json.encode(output)
     assert len(output.reason) <= MAX_REASON and len(output.why) <= MAX_WHY
@@ -270,7 +270,7 @@ def test_words_of_an_error_can_be_written_to_a_file(case: str) -> None:
 
 # -- environments -----------------------------------------------------------------------------------------------------
 class Env(BaseInteractionEnv):
-    """Returns the step and the messages that the test gives it."""
+    """An env that returns the step and the messages of the test."""
 
     def __init__(self, step: Any, messages: Any = "") -> None:
         self._step, self._messages = step, messages
@@ -299,7 +299,7 @@ NUMBERS = ["1e39", "nan", "inf", "400 digits", "5000 digits", "fraction", "numpy
 
 @pytest.mark.parametrize("case", NUMBERS)
 def test_the_reward_of_an_env_costs_its_episode_alone(case: str) -> None:
-    with pytest.raises(ValueError, match="reward is"):  # a WrongResult is a TypeError, which ends the run
+    with pytest.raises(ValueError, match="reward is"):  # a WrongResult would be a TypeError and end the run
         opened(StepResult(reward=UNUSABLE[case])).step(ACTION)
 
 

@@ -1,4 +1,4 @@
-"""Text from a configuration, a foreign run, a tool or a server never becomes a line, code or a special token."""
+"""Tests that text from a configuration, run, tool or server never becomes a line, code or a special token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.data.chat_templates import FAMILIES, Family, write_folder
 # -- lines ------------------------------------------------------------------------------------------------------------
 EVIL = ("a\n#SBATCH --wrap=evil", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\x85b", "a\tb", "a\x00b")
 SLURM = ("launcher=slurm",)
-# Values that programs receive unchanged; they are not written into files of lines.
+# Programs receive these values unchanged. The values are not written into files of lines.
 FREE = ("agent.command", "launcher.env", "rollout.stop")
 
 
@@ -108,7 +108,7 @@ def test_slurm_reads_no_value_as_an_option(word: str, key: str) -> None:
 
 
 def test_a_shell_reads_words_of_the_configuration_as_words(tmp_path: Path) -> None:
-    """The batch script runs in bash with a fake srun; the entrypoint of a Ray job runs in sh."""
+    """The batch script runs in bash with a fake srun. The entrypoint of a Ray job runs in sh."""
     made, seen = tmp_path / "pwned", tmp_path / "seen"
     python = f"/bin/true ; touch {made} ; $(touch {made}) `touch {made}` && touch {made}"
     (tmp_path / "srun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\n')
@@ -135,7 +135,7 @@ def base() -> dict[str, Any]:
 
 @pytest.fixture
 def saved(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a run's folder with changed values; this user's mark is missing unless ``own``."""
+    """Writes a run's folder with changed values. Only with ``own`` the folder has this user's mark."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("RELAX_TEST_SECRET", "s3cret-of-mine")
 
@@ -286,7 +286,7 @@ HARMLESS = "xyz1"
 
 
 def texts(special: tuple[str, ...]) -> list[str]:
-    """Returns names of special tokens, and parts that become one next to other text."""
+    """Returns names of special tokens, and parts that become a special token next to other text."""
     found = []
     for name in (special[0], special[-1], special[len(special) // 2]):
         found += [name, f"a{name}b", name + name, name[1:-1], name[1:], name[:-1], name[:4], name[4:], f" {name[:3]} "]
@@ -294,7 +294,7 @@ def texts(special: tuple[str, ...]) -> list[str]:
 
 
 def conversation(evil: str, other: str, *, as_text: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns messages and tools with these texts in every place that a third party can fill."""
+    """Returns messages and tools with these texts in every field that a third party can fill."""
     arguments: Any = {evil: other, "b": {other: [evil, {evil: evil}]}}
     arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
     schema = {"type": "object", "properties": {evil: {"type": evil, "enum": [evil, other], "title": other}}, evil: evil}
@@ -366,7 +366,7 @@ def test_harmless_text_has_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
 # -- redirects --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def servers() -> Iterator[tuple[str, list[str]]]:
-    """Yields the address of a server that redirects to another server, and the latter's list of requests."""
+    """Yields the address of a server that redirects to a second server, and the second server's list of requests."""
     asked: list[str] = []
 
     class Other(BaseHTTPRequestHandler):

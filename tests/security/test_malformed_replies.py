@@ -1,4 +1,4 @@
-"""Tests that any malformed reply of an engine, a gateway or a judge gives an error of that server, in time."""
+"""Tests that any malformed response of an engine, a gateway or a judge raises an error about this server, in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient
 from tests.security.broken_server import ENDLESS, GARBAGE, TOKEN, BrokenServer, Endless, broken_server, http
 
 VOCAB = 50
-SHORT_S, LONG_S = 0.2, 20.0  # timeouts of calls without and with an answer
+SHORT_S, LONG_S = 0.2, 20.0  # timeouts of calls without and with a response
 MAX_S = 10.0  # limit of one call on a busy machine
 PROMPT = PromptRequest(rid="a", input_ids=[1, 2, 3], sampling_seed=1)
 PARAMS = SamplingParams(n=2, max_new_tokens=4)
@@ -80,7 +80,7 @@ Make = Callable[[str], EngineClient]
 
 
 def in_time(work: Callable[[], Any]) -> Any:
-    """Returns the result or the EngineError of a call; any other exception fails the test."""
+    """Returns the result or the EngineError of a call. Any other exception fails the test."""
     began = time.monotonic()
     try:
         result = work()
@@ -93,7 +93,7 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 
 async def collected(client: EngineClient, params: SamplingParams, *prompts: PromptRequest) -> list[Generated]:
-    """Also requests token callbacks and the engine's times."""
+    """Collects the responses of a call. Also requests token callbacks and the engine's times."""
     told: list[Any] = []
     given = list(prompts) or [PROMPT]
     try:
@@ -104,7 +104,7 @@ async def collected(client: EngineClient, params: SamplingParams, *prompts: Prom
 
 
 def typed_calls(client: EngineClient) -> dict[str, Callable[[], Any]]:
-    """Returns the calls whose replies have fields that the caller reads."""
+    """Returns the calls with responses that have fields for the caller."""
     return {
         "model_info": client.model_info,
         "loads": client.loads,
@@ -318,7 +318,7 @@ def test_a_stream_without_an_end_keeps_no_caller(
 
 
 def test_a_large_frame_in_small_pieces_is_read_in_linear_time() -> None:
-    """The old reader copied all received bytes for each piece: 24 MiB took minutes."""
+    """An old version of the reader copied all received bytes for each piece: 24 MiB took minutes."""
     data = encode_frames([Grown(0, 0, 0, bytes(24 << 20))])
     reader, began = FrameReader(), time.monotonic()
     found = [frame for cut in range(0, len(data), 1 << 12) for frame in reader.feed(data[cut : cut + (1 << 12)])]
@@ -397,7 +397,7 @@ def test_events_that_are_wrong_are_the_engines_loss(
 def test_a_version_that_is_no_number_counts_as_unknown(
     server: BrokenServer, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang has such versions before its first update: the response is aborted and requested again."""
+    """SGLang has such versions before its first update. The response is aborted and requested again."""
     monkeypatch.setattr(SglangClient, "_weight_version", version_3)
     server.reply = events(event(0, weight_version=version), event(1, weight_versions=span(version)))
     found = asyncio.run(collected(sglang_client(server.url, timeout_s=LONG_S), PARAMS))
@@ -440,7 +440,7 @@ def test_scores_that_are_impossible_are_the_engines_error(server: BrokenServer) 
 
 # -- the pool ---------------------------------------------------------------------------------------------------------
 class GoodEngine(EngineClient):
-    """Answers each prompt at once, instead of a second engine process."""
+    """Answers each prompt at once, in place of a second engine process."""
 
     async def generate(self, prompts: Any, params: SamplingParams, **_: Any) -> AsyncIterator[Generated]:
         for index, prompt in enumerate(prompts):
@@ -522,7 +522,7 @@ def test_a_judge_that_cannot_be_read_refuses_and_ends_nothing(server: BrokenServ
         try:
             async with asyncio.timeout(SHORT_S):
                 return (await judge.answer("?", seed=1, temperature=0.0)).text
-        except (JudgeRefused, TimeoutError) as error:  # the caller retries until its deadline
+        except (JudgeRefused, TimeoutError) as error:  # the caller retries until its timeout
             return type(error).__name__
         finally:
             await judge.close()

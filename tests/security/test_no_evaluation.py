@@ -1,4 +1,4 @@
-"""Functions decorated with `evaluates_no_text` cannot execute text; outside of them, all calls work as before."""
+"""Tests that functions decorated with `evaluates_no_text` cannot execute text, and that other calls are unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sympy_reads_text_by_the_grammar_alone(text: str) -> None:
     with pytest.raises(SyntaxError):
         guarded(lambda: sympy.parse_expr(text))
     with pytest.raises(EvaluationRefused):
-        guarded(lambda: sympy.parse_expr.__wrapped__(text))  # like a module outside of sympy that imported it
+        guarded(lambda: sympy.parse_expr.__wrapped__(text))  # like a module outside sympy that imported the function
 
 
 def test_sympy_still_reads_numbers() -> None:
@@ -63,11 +63,11 @@ def test_sympy_still_reads_numbers() -> None:
 
 
 def test_the_name_of_an_unknown_is_no_part_of_a_program(tmp_path: Path) -> None:
-    """Without the guard, sympy sums a series and refines a root with a function that it writes as source code."""
+    """Without the guard, sympy writes a function as source code and uses it to sum a series and refine a root."""
     evil = sympy.Symbol(f"__import__('os').mkdir({str(tmp_path / 'ran')!r})")
     n = sympy.Symbol("n")
     series = sympy.Sum(evil**n / sympy.factorial(n), (n, 0, sympy.oo))
-    with contextlib.suppress(TypeError):  # without that function, sympy cannot tell whether the terms vanish
+    with contextlib.suppress(TypeError):  # without this function, sympy cannot decide whether the terms vanish
         guarded(lambda: (series - sympy.sqrt(5)).evalf())
     assert not (tmp_path / "ran").exists()
     with pytest.raises(NotImplementedError):

@@ -1,4 +1,4 @@
-"""Digits and letters of other alphabets are neither numbers nor choices, although Python's functions accept them."""
+"""Tests that digits and letters of other alphabets are not numbers or choices, although Python accepts them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_other_digits_are_no_number(number: str) -> None:
 
 def test_other_letters_are_no_choice() -> None:
     letters = {"valid_letters": ["R", "S"]}
-    assert scored("gpqa", "the answer is \u017f", "S", row=letters).reward == 0.0  # its capital letter is S
+    assert scored("gpqa", "the answer is \u017f", "S", row=letters).reward == 0.0  # the capital letter of "ſ" is S
     assert scored("gpqa", "the answer is\u00a0s", "S", row=letters).reward == 1.0  # a non-breaking space is a space
 
 

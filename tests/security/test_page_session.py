@@ -1,4 +1,4 @@
-"""The page's session belongs to one address and port, and half-open connections are closed."""
+"""Tests that the page's session belongs to one address and port, and that half-open connections are closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Runs another user's server on another port; yields the port and the headers of each request that it received."""
+    """Runs another user's server on another port. Yields the port and the headers of each received request."""
     heard: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -91,7 +91,7 @@ def test_a_server_on_another_port_gets_no_credential(
             await page.run(f"fetch('http://127.0.0.1:{port}/', {{ mode: 'no-cors' }}).catch(() => null)")
             key = await page.run("sessionStorage.getItem('relax.session')")
             assert server.authorization == f"Bearer {key}"
-            # A second tab gets the session from the first, since both have this address and port.
+            # A second tab shares the session of the first tab, because both have this address and port.
             await page.run("void (globalThis.second = window.open('about:blank', 'second'))")
             await page.run("second.sessionStorage.clear()")
             await page.run(f"second.location = '{address}'")
@@ -120,7 +120,7 @@ def ends_after(port: int, *parts: bytes, pause_s: float = 0.0) -> float:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweeps 20 times per second, so that all limits are a twentieth of the server's."""
+    """Sweeps 20 times per second, so all limits are a twentieth of the real server's limits."""
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
 
 
@@ -163,7 +163,7 @@ def test_a_thousand_silent_strangers_keep_no_reader_out(server: Server) -> None:
 
 
 def test_the_kernel_notices_a_client_that_has_gone(server: Server) -> None:
-    """The server enables TCP keepalive probes on its connections."""
+    """The server enables TCP keepalive probes on connections."""
     with closing(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)) as client:
         client.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
         assert client.recv(100)

@@ -1,4 +1,4 @@
-"""No other user can read, list or lock a file of a run, or put a folder in the place of a Relax folder."""
+"""Tests that no other user can read, list or lock a file of a run, or create a folder in place of a Relax folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.contracts.private_folder import COMPILE_CACHE, private_folder, s
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tries to access everything that it can reach of the run until a line comes on its stdin, and prints its successes.
+# Tries to access all files of the run until a line arrives on stdin, and prints its successes.
 SPY = """
 import fcntl, json, os, select, socket, stat, sys
 victim, roots = int(sys.argv[1]), sys.argv[2:]
@@ -89,7 +89,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def open_tmp() -> Iterator[Path]:
-    """Makes a folder like /tmp, with a path short enough for sockets: every user may create files in it."""
+    """Makes a folder like /tmp: every user may create files in it. Its path is short enough for sockets."""
     folder = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
@@ -99,7 +99,7 @@ def open_tmp() -> Iterator[Path]:
 def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     shared_folder: Path, open_tmp: Path, second_user: SecondUser
 ) -> None:
-    """Before the run starts, the second user creates the folders with predictable names."""
+    """Before the run starts, the second user creates all folders with predictable names."""
     squats = [open_tmp / f"torchinductor_{name}" for name in (os.getuid(), getpass.getuser())] + [open_tmp / "ray"]
     assert second_user.run(SQUATTER, *squats).returncode == 0
     run_dir = shared_folder / "runs" / "one"
@@ -132,7 +132,7 @@ def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
 def test_no_command_writes_what_others_may_change(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may read exported files, as the user's umask allows. The caller's umask is not changed."""
+    """Other users may read exported files if the user's umask allows it. The caller's umask does not change."""
     made = tmp_path / "made"
 
     def act(*words: object, **named: object) -> int:
@@ -182,7 +182,7 @@ def test_a_link_of_another_user_is_refused(open_tmp: Path, tmp_path: Path, secon
 def test_a_link_of_another_user_above_the_folder_is_refused(
     open_tmp: Path, tmp_path: Path, second_user: SecondUser
 ) -> None:
-    """The link leads to a valid place now, but could lead elsewhere right after the check."""
+    """The link leads to a valid folder now, but could lead to another folder right after the check."""
     link = open_tmp / "team"
     assert second_user.run("import os, sys; os.symlink(sys.argv[1], sys.argv[2])", tmp_path, link).returncode == 0
     with pytest.raises(ValueError, match=rf"run\.dir=.*{link}.*uid {INTRUDER}"):
@@ -222,7 +222,7 @@ def test_a_changed_mode_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_links_of_others_do_not_stop_a_slurm_task(
     open_tmp: Path, second_user: SecondUser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The links have the names of folders of killed tasks, and lead to nothing and to a folder of the user."""
+    """The links have the names of killed tasks' folders. One link is broken, and one leads to a folder of the user."""
     kept = open_tmp / "kept"
     kept.mkdir()
     program = "import os, sys\nfor path, target in zip(sys.argv[1::2], sys.argv[2::2]): os.symlink(target, path)"

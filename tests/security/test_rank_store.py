@@ -1,4 +1,4 @@
-"""Another user can neither join the trainer's ranks nor send them data that they read."""
+"""Tests that another user cannot join the trainer's ranks, and cannot send data that the ranks read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# Opens several connections to each port, each with the number of a pair of ranks, keeps them, and prints their count.
+# Opens several connections to each port, sends the number of a pair of ranks, keeps them open, and prints their count.
 INTRUDER_PROGRAM = """
 import socket, struct, sys
 kept = []
@@ -128,7 +128,7 @@ def test_ranks_of_several_hosts_join_by_a_signed_store() -> None:
 
 
 def opened(port: int, token: str) -> list[dist.Store]:
-    """Returns both ranks' stores."""
+    """Returns the stores of both ranks."""
     stores: dict[int, dist.Store] = {}
 
     def join(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""No other user can take a port of the run's Ray: neither at its start, nor when an agent takes over its port."""
+"""Tests that no other user can take a port of the run's Ray, at its start or when Ray's agent takes over a port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.security.conftest import SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20.0
-# Binds as Ray's agent does, after slow imports, and answers each connection with its arguments.
+# Binds its port like Ray's agent, after slow imports, and answers each connection with its arguments.
 AGENT = """
 import socket, sys, time
 time.sleep(0.5)
@@ -37,7 +37,7 @@ while True:
     connection.sendall((sys.argv[0] + " " + sys.argv[-1]).encode())
     connection.close()
 """
-# Connects to a port repeatedly, and tries to bind it in every way until stdin is closed. Prints its successes.
+# Connects to a port repeatedly, and tries to bind this port in every way until stdin is closed. Prints its successes.
 THIEF = """
 import select, socket, sys
 port, taken, refused = int(sys.argv[1]), 0, 0
@@ -61,7 +61,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         pass
 print(taken, refused)
 """
-# Connects to every new listening socket of user 0 on loopback, and tries to bind its port.
+# Connects to every new listening socket of user 0 on loopback, and tries to bind the socket's port.
 RAIDER = """
 import select, socket, sys
 seen = set()
@@ -117,7 +117,7 @@ with run_paths(run_dir=logs.parent) as paths:
 
 @contextmanager
 def stand_in(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Yields the process that stands in for the agent above, and its port."""
+    """Yields the process that replaces Ray's agent (the program above), and its port."""
     port_file, program = tmp_path / "port", tmp_path / "agent.py"
     program.write_text(AGENT)
     agent = [sys.executable, "-u", str(program), "--node-ip-address=127.0.0.1", "--runtime-env-agent-port=0", "--last"]
@@ -171,7 +171,7 @@ def test_no_other_user_can_bind_the_port_or_start_the_agent(tmp_path: Path, seco
 
 
 def test_the_port_stays_bound_while_the_agent_starts(tmp_path: Path) -> None:
-    """The same without a second user: at no moment can a socket without port sharing be bound."""
+    """The same without a second user: a socket without port sharing can never bind the port."""
     ended, taken = threading.Event(), []
 
     def bind_again_and_again(port: int) -> None:

@@ -1,4 +1,4 @@
-"""Isolated rewards in the sandbox: limits of a hostile reward or answer, and recovery from a lost process."""
+"""Tests isolated rewards in the sandbox: limits of a hostile reward or answer, and recovery from a lost process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_core.sandbox.seccomp_filter import ANSWER_REFUSED, ARCHITECTURES
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
 ROOT = Path(__file__).parents[2]
-# Executes the answer as a program, like a library with eval; the value of `result` is returned to the test.
+# Executes the answer as a program, like a library with eval. The test receives the value of `result`.
 PROBE = """
 import os
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ except OSError:
     written = [place for place in places if place.exists()]
     for place in written:
         place.unlink()
-    assert written == places  # the attack works without the sandbox
+    assert written == places  # without the sandbox, the attack works
     assert all(word in plain for word in (".netrc", "token", "environment", "port"))
 
 
@@ -224,11 +224,11 @@ score("10 ** 10 ** 10")
     finally:
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=30)
-    _, alive = psutil.wait_procs(below, timeout=5)  # its CPU timer would end it only after 11 s
+    _, alive = psutil.wait_procs(below, timeout=5)  # the worker's CPU timer would end it only after 11 s
     assert not alive
 
 
-# for a reward whose library evaluates answers
+# For a reward with a library that evaluates answers.
 COLUMN = ARCHITECTURES[os.uname().machine].column
 HOSTILE = {
     "a later answer": "import builtins, relax_core.rollout.rewards.reward_calls as m\n"
@@ -307,7 +307,7 @@ def test_no_answer_of_reasoning_gym_runs_a_program(tmp_path: Path) -> None:
             right = str(gym.create_dataset(task, seed=1, size=2)[0]["answer"])
             answers = [f"<answer>{text}</answer>" for text in (right, *programs)]
             first, *other_outputs = outputs(pool, *answers, row=row, label=right)
-            if task != "polynomial_multiplication":  # the package draws other questions in each process
+            if task != "polynomial_multiplication":  # the package draws different questions in each process
                 assert first.reward == 1.0, (task, first)
             assert not witness.exists(), task
             assert any(output.cause == "program" for output in other_outputs), (task, other_outputs)

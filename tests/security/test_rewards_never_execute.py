@@ -1,6 +1,6 @@
-"""No reward evaluates an answer, a label or a column of a data row.
+"""Tests that no reward evaluates an answer, a label or a column of a data row.
 
-Each case contains a program that creates a folder. All are scored in one process with an audit hook: afterwards no
+Each case contains a program that creates a folder. One process with an audit hook scores all cases. Afterwards no
 folder exists, and nothing was compiled, executed, unpickled, started, connected or opened for writing.
 """
 
@@ -34,8 +34,8 @@ TEXTS = (
     "format_think",
 )
 INSTRUCTIONS = ("ifeval", "ifbench")
-# Rewards that read no answer (env), read the reply of a server or a judge (remote, genrm), sum others (mix), or use a
-# package that evaluates text and has a sandbox (reasoning_gym).
+# Rewards that read no answer (env), read the response of a server or a judge (remote, genrm), sum other rewards (mix),
+# or use a package that evaluates text in a sandbox (reasoning_gym).
 OTHERS = {"env", "remote", "genrm", "mix", "reasoning_gym", "repetition"}
 
 
@@ -68,8 +68,8 @@ def _characters(text: str) -> str:
     )
 
 
-DIFF, LAMBDIFY = "\u217e\u2170ff", "𝑙𝑎𝑚𝑏𝑑𝑖𝑓𝑦"  # Python normalises identifiers: the first becomes diff
-DEEP = 500  # braces that make pylatexenc fail, so that the text's backslashes remain
+DIFF, LAMBDIFY = "\u217e\u2170ff", "𝑙𝑎𝑚𝑏𝑑𝑖𝑓𝑦"  # Python normalises identifiers: DIFF becomes diff
+DEEP = 500  # these braces make pylatexenc fail, so the text's backslashes remain
 
 
 def _deep(text: str) -> str:
@@ -77,17 +77,17 @@ def _deep(text: str) -> str:
 
 
 def _series(code: str) -> str:
-    """Returns a series whose terms are text: sympy writes the text into a program that sums the series."""
+    """Returns a series with text as terms: sympy writes the text into a program that sums the series."""
     return rf"\sum_{{n=0}}^{{\infty}} \text{{{code}}}^n/n!"
 
 
 def _series_that_starts(path: str) -> str:
-    """Returns a series with a class whose subscription calls os.system, and with the command."""
+    """Returns a series with a class and a command. Subscription of the class calls os.system with the command."""
     takes = "for[numpy.mgrid.__class__.__getitem__]in[[numpy.f2py.os.system]]"
     return _series(f"[numpy.mgrid[{_characters(f'mkdir {path}')}]{takes}][0]")
 
 
-FAMILIES: dict[str, Callable[[str], str]] = {  # path of the folder that the program creates → text
+FAMILIES: dict[str, Callable[[str], str]] = {  # folder that the program creates → text of the case
     "octal in a Roman diff": lambda path: _deep(f"x.{DIFF}('{_octal(_code(path))}')"),
     "octal in a wide diff": lambda path: _deep(f"x.{_wide('diff')}('{_octal(_code(path))}')"),
     "octal in a Roman diff of a number": lambda path: _deep(f'1+(2).{DIFF}("{_octal(_code(path))}")'),
@@ -165,7 +165,7 @@ def _cases(folder: Path) -> list[dict[str, Any]]:
     def add(reward: str, family: str, side: str, *, row: Callable[[str], dict[str, Any]] | None = None) -> None:
         path = str(folder / str(len(found)))
         text = FAMILIES[family](path)
-        if reward in ("math", "openr1mm"):  # math-verify does not end with these braces
+        if reward in ("math", "openr1mm"):  # with these braces math-verify does not terminate
             text = text.replace("{" * DEEP, "").replace("}" * DEEP, "")
         right_label = r"$\sqrt{5}$" if reward == "openr1mm" else r"\sqrt{5}"  # math-verify reads labels between dollars
         text = f"${text}$" if (reward, side) == ("openr1mm", "label") else text
@@ -195,7 +195,7 @@ def _cases(folder: Path) -> list[dict[str, Any]]:
 
 
 def _instruction(name: str, *keys: str) -> Callable[[str], dict[str, Any]]:
-    """Returns a row with one instruction whose arguments are the text; a key with a star gets a list of it."""
+    """Returns a row with one instruction. Its arguments are the text; a key with a star gets a list with the text."""
 
     def row(text: str) -> dict[str, Any]:
         values = {key.rstrip("*"): [text] if key.endswith("*") else text for key in keys}
@@ -270,7 +270,7 @@ def test_no_answer_and_no_label_is_evaluated(shared_folder: Path) -> None:
 
 
 def test_the_watch_sees_code_that_runs(shared_folder: Path) -> None:
-    """Scores a reward that evaluates its answer in the same way, and checks that it is detected."""
+    """Scores a reward that evaluates its answer in the same process, and checks that the hook detects it."""
     path = shared_folder / "ran"
     plugin = shared_folder / "evaluates.py"
     plugin.write_text(

@@ -1,4 +1,4 @@
-"""Programs that try to exceed the sandbox's limits of memory, files or processes, or to leave it.
+"""Tests programs that try to exceed the sandbox's limits of memory, files or processes, or to escape from it.
 
 Every attack in `OLD` succeeded on commit f5979362.
 """
@@ -203,7 +203,7 @@ os.wait()
 """,
     "a larger pipe": "import fcntl\nprint('HELD', fcntl.fcntl(os.pipe()[1], 1031, MIB))",
 }
-# These already failed on that commit.
+# These attacks already failed on commit f5979362.
 MORE = {
     "shared memory in another form": "hold(lambda: shared(0x23))",
     "memory that is swapped out": """
@@ -252,10 +252,10 @@ def test_an_attack_holds_nothing_without_a_control_group(name: str, monkeypatch:
     monkeypatch.setattr(module, "make_control_group", lambda **limits: None)
     result = attacked({**OLD, **MORE}[name])
     assert not holds(result), result
-    assert "NameError" not in result.output and "TypeError" not in result.output, result  # no broken attack
+    assert "NameError" not in result.output and "TypeError" not in result.output, result  # the attack is intact
 
 
-# The filter's other refusals hold little, or no memory.
+# The other calls that the filter refuses can hold little or no memory.
 COUNTED = (
     "shared anonymous memory",
     "System V message queues",
@@ -389,7 +389,7 @@ def test_a_control_group_is_removed_also_if_its_owner_was_killed(monkeypatch: py
     while any(psutil.pid_exists(pid) for pid in inside):
         assert time.monotonic() < until, inside
         time.sleep(0.05)
-    assert of_owner()  # not removed yet
+    assert of_owner()  # the folder is not removed yet
     monkeypatch.setattr(control_group, "_LEFT_S", 0.0)
     control_group._usable_bases.cache_clear()
     control_group._usable_bases()
@@ -397,7 +397,7 @@ def test_a_control_group_is_removed_also_if_its_owner_was_killed(monkeypatch: py
 
 
 def test_the_folders_of_groups_are_found_in_both_versions(tmp_path: Path) -> None:
-    """Plain folders simulate the trees; the kernel of a machine has only one version."""
+    """Plain folders simulate both versions of control groups, because a kernel has only one version."""
     memory, pids, unified = (tmp_path / name for name in ("memory", "pids", "unified"))
     for folder in (memory / "own", pids, unified / "slice" / "run.scope"):
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Values of environment variables in the configuration reach the process that needs them, and nothing else."""
+"""Tests that only the processes that need them receive environment variables from the configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 200.0
-# Each value has a mark that is found despite quotes or escapes in a file.
+# Each value contains a mark that can be found in a file despite quotes or escapes.
 MARKS = {
     "TOKEN": "1f93ab77c2",
     "harmless": "words-5521-here",
@@ -108,7 +108,7 @@ def config(words: list[str]) -> RelaxConfig:
 
 
 def commands() -> dict[int, bytes]:
-    """Returns the command line of each process of this machine, as visible to every user."""
+    """Returns the command line of each process of this machine. Every user can see these command lines."""
     shown = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -130,7 +130,7 @@ def test_a_run_keeps_and_shows_no_value(tmp_path: Path, variable: None) -> None:
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 shown = {pid: found_in(line) for pid, line in commands().items() if pid != own}
-                # An interpreter must start before it can remove the words from its own command line.
+                # An interpreter must start before it can remove the arguments from its own command line.
                 hidden = hidden or (process.pid in shown and not shown[process.pid] and folder.exists())
                 seen |= {pid for pid, names in shown.items() if names and (hidden or pid != process.pid)}
                 time.sleep(0.2)
@@ -166,7 +166,7 @@ def test_no_form_of_the_configuration_shows_a_value(config: RelaxConfig, words: 
         assert_no_value(text)
     for name, shown in plain(config)["agent"]["env"].items():
         assert shown == ("${oc.env:RELAX_TEST_TOKEN}" if name == BY_VARIABLE else REDACTED)
-    again = pickle.loads(pickle.dumps(config))  # as Ray sends it to a role's process
+    again = pickle.loads(pickle.dumps(config))  # the form that Ray sends to a role's process
     assert to_yaml(again) == to_yaml(config) and isinstance(again.agent.env[BY_VARIABLE], FromVariable)
 
 

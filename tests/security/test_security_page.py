@@ -1,4 +1,4 @@
-"""Every promise on the security page is tested: each row of its table names existing tests."""
+"""Checks that every promise on the security page is tested: each row of its table names existing tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def promises() -> list[tuple[str, str]]:
-    """Returns each promise of the page with the cell that names its tests."""
+    """Returns each promise of the page with the table cell that names its tests."""
     rows = [line.strip("|").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     return [(row[0].strip(), row[1]) for row in rows if len(row) == 2 and "tests/" in row[1]]
 

@@ -1,4 +1,4 @@
-"""Tests that another local user who takes a server's port gets no token and no prompt, and ends nothing."""
+"""Tests that another local user who takes a server's port gets no token or prompt, and cannot end anything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.security.intruders import intruder, ways_to_take
 TOKEN = "token-of-this-run-which-nobody-else-knows"
 SECRET_IDS = [41, 42, 43]  # tokens of a prompt
 NONCE = b"0123456789abcdef" * 4
-SOON_S = 1.0  # time to notice a dead engine on a busy machine; its deadlines are 20 s
+SOON_S = 1.0  # time to notice a dead engine on a busy machine; the engine's timeouts are 20 s
 LONG_S = 20.0
 UP_S = 60.0
 Start = Callable[..., EngineProcess]
@@ -191,7 +191,7 @@ def test_who_relays_the_exchange_to_the_real_engine_gets_nothing(engine: EngineP
 
 
 def test_who_recorded_a_proof_cannot_use_it_again(engine: EngineProcess) -> None:
-    """The recorded answer even belongs to the address at which the intruder now listens."""
+    """The recorded proof even has the address at which the intruder now listens."""
     port = HeldPort("127.0.0.1", 0)
     recorded = proof(TOKEN, nonce=NONCE, address=("127.0.0.1", port.port)).decode()
     port.close()
@@ -303,7 +303,7 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
 def test_who_takes_the_port_of_a_gateway_gets_no_token(
     mode: str, engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the relay, an engine with the same token acts as the real gateway."""
+    """An engine with the same token replaces the real gateway; the intruder relays to it."""
     monkeypatch.setattr(gateway_client, "AGAIN_S", 0.3)
     monkeypatch.setattr(gateway_client, "ANSWER_S", 0.5)
     with intruder(mode, told=engine.port) as found:

@@ -1,4 +1,4 @@
-"""No foreign text can move the cursor, set a title, change the direction or be invisible on a terminal."""
+"""Tests that foreign text cannot move the cursor, set a title, change the direction or be invisible on a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DANGEROUS = [
 ]
 TITLE, CLEAR, COPY = "\x1b]0;owned\x07", "\x1b[2J\x1b[1A", "\x1b]52;c;ZWNobyBwd25lZA==\x07"
 HOSTILE = f"{TITLE}{CLEAR}{COPY}\x9b31m\u202egpj.exe\u200b\r"
-ALLOWED = re.compile(rb"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\r\n")  # colours, and the cursor that a live panel hides
+ALLOWED = re.compile(rb"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\r\n")  # colours, and a panel's hidden cursor
 
 
 @pytest.mark.parametrize("character", DANGEROUS, ids=lambda char: f"U+{ord(char):04X}")
@@ -45,7 +45,7 @@ def test_text_that_can_be_seen_stays() -> None:
 
 
 def test_the_page_hides_nothing_that_the_terminal_shows() -> None:
-    """Both lists have the same characters."""
+    """The page's list and the terminal's list have the same characters."""
     page = Path("relax_core/server/static/dom.js").read_text(encoding="utf-8")
     pattern = re.search(r"const HIDDEN = /\[(.*)\]/gu;", page)
     assert pattern is not None
@@ -74,7 +74,7 @@ def assert_harmless(output: bytes) -> None:
 
 
 def on_a_terminal(*command: str, folder: Path) -> bytes:
-    """Returns the output of a command on a terminal."""
+    """Runs a command on a terminal and returns its output."""
     owner, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

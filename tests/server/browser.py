@@ -24,8 +24,8 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
-DEADLINE_S = 300.0  # reached only by a hang; a loaded machine needs tens of seconds to start the browser
-# No name but loopback resolves, and the browser sends no requests of its own.
+DEADLINE_S = 300.0  # a loaded machine needs tens of seconds to start the browser
+# Only the name of loopback resolves, and the browser sends no background requests.
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 class Page:
-    """Drives one tab. ``errors`` has console errors and uncaught exceptions, ``requests`` all requested addresses."""
+    """Drives one tab. ``errors``: console errors and uncaught exceptions. ``requests``: all requested addresses."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._number = socket, 0
@@ -61,7 +61,7 @@ class Page:
                     self.requests.append(values["request"]["url"])
 
     async def call(self, method: str, **values: Any) -> dict[str, Any]:
-        """Calls a method of the protocol and returns the result."""
+        """Calls a method of the DevTools protocol and returns the result."""
         self._number += 1
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[self._number] = answer
@@ -72,7 +72,7 @@ class Page:
         return told["result"]
 
     async def run(self, code: str) -> Any:
-        """Runs JavaScript in the page as after a user's click, and returns its value."""
+        """Runs JavaScript in the page like after a user's click, and returns its value."""
         told = await self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True
         )
@@ -80,7 +80,7 @@ class Page:
         return told["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Waits until a JavaScript expression is true."""
+        """Blocks until a JavaScript expression is true."""
         deadline = time.monotonic() + DEADLINE_S
         while not await self.run(f"Boolean({condition})"):
             assert time.monotonic() < deadline, (
@@ -116,7 +116,7 @@ class Page:
 
 @asynccontextmanager
 async def opened_browser(folder: Path) -> AsyncIterator[Page]:
-    """Starts Chromium with an empty profile in ``folder``, yields a tab, and ends Chromium with the block."""
+    """Starts Chromium with an empty profile in ``folder`` and yields a tab. Ends Chromium after the block."""
     assert CHROMIUM is not None, "the caller must check that Chromium is installed"
     short = Path(tempfile.mkdtemp(prefix="chromium-"))  # Chromium's sockets need a short path
     profile = short / "profile"

@@ -20,7 +20,7 @@ from tests.trees import answers_tree
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
 STEPS = 4
-COUNTED = 2  # the step whose group is not computed in a forward pass
+COUNTED = 2  # the forward pass does not compute this step's group
 SLOW = Straggler(
     kind="engine",
     who="engine-1",
@@ -34,7 +34,7 @@ SLOW = Straggler(
 
 
 def make_run(folder: Path) -> Path:
-    """Makes a run of four groups of two samples, resumed at step 2; one sample is stale, one group has no reward."""
+    """Makes a run of four groups of two samples, resumed at step 2. One sample is stale, one group has no reward."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: demo\nrun:\n  steps: 6\nalgo:\n  name: grpo\n")
     (folder / "summary.json").write_text('{"outcome":"finished","steps":4,"samples_per_s":10.5}')
@@ -119,7 +119,7 @@ def _tree(index: int) -> TokenTree:
 
 
 def _tokenizer(folder: Path) -> None:
-    """Writes a tokenizer of whole words; one word would be code in a page that does not escape it."""
+    """Writes a tokenizer of complete words. One word would be code in a page that does not escape text."""
     folder.mkdir(parents=True)
     words = ["prompt", HOSTILE, "answer", "<bos>", "\n"]
     tokenizer = {

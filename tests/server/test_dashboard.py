@@ -1,4 +1,4 @@
-"""The dashboard's server: the answer of each address, access checks, and run folders in every state."""
+"""Tests the dashboard's server: the response of each address, access checks, and run folders in every state."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None
 
 
 def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
-    """Malformed lines are skipped, and an evaluation counts by its newest record."""
+    """Malformed lines are skipped. The newest record of an evaluation is used."""
     run = make_run(tmp_path / "run")
     record = '{"type":"numbers","source":"%s","step":%s,"time_s":%s,"values":{"exact":%s,"reward":%s}}\n'
     with (run / "events" / "0002.actor-0.0.jsonl").open("w") as file:
@@ -254,7 +254,7 @@ def test_what_a_run_that_goes_on_writes_is_seen(tmp_path: Path) -> None:
     assert reader.series().steps_done == 1
     with path.open("a") as file:
         file.write('or","step":1,"time_s":3.5,"values":{"reward":null}}\nnot json\n{"type":"numbers"}\n')
-        for rows in ([{"exact": True}, {"exact": False}], []):  # the evaluation was repeated
+        for rows in ([{"exact": True}, {"exact": False}], []):  # a repeated evaluation
             line = {"type": "texts", "kind": "eval", "step": 4, "time_s": 5.0, "rows": rows}
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
     series = reader.series()
@@ -284,7 +284,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
     lock.write_text(f"process {os.getpid()} of {socket.gethostname()}\n")
     assert run_state(tmp_path) == "live"
-    os.utime(lock, (1.0, 1.0))  # the process with this id started later
+    os.utime(lock, (1.0, 1.0))  # then the process with this id started later than the lock
     assert run_state(tmp_path) == "crashed"
     lock.write_text("process 1 of another-host\n")
     (tmp_path / "metrics.jsonl").write_text("")
@@ -320,7 +320,7 @@ def test_a_log_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").write_bytes(b"x" * 200_000 + b"\nlast \xff\n")
     piece = log_chunk(tmp_path, "a.log", 0)
-    assert len(piece["text"]) == piece["next"] == 65_536  # a line of a megabyte is returned in pieces
+    assert len(piece["text"]) == piece["next"] == 65_536  # the server returns a line of a megabyte in pieces
     assert log_chunk(tmp_path, "a.log", None)["text"].endswith("last \ufffd\n")
     assert search_log(tmp_path, "a.log", "LAST")["found"] == 1
 

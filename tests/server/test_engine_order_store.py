@@ -1,4 +1,4 @@
-"""The order book: one order for engines at a time, idempotent answers, and the state that the next controller reads."""
+"""Tests the order book: one order for engines at a time, idempotent results, and the state for the next controller."""
 
 from __future__ import annotations
 

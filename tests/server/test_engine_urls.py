@@ -1,4 +1,4 @@
-"""Engine addresses from clients: accepted forms, normalisation, and refusals before any request is sent."""
+"""Tests engine addresses from clients: accepted forms, normalization, and refusals before any request is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts, recoveries and orders of a run are spans in the timeline, read from the files of the real writers."""
+"""Tests that restarts, recoveries and orders of a run are spans in the timeline, with files of the real writers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_restart_and_a_recovery_last_until_the_next_train_step(
     restart = ("restarts", "engine-0 was killed by SIGKILL", 1008.0, 1012.0, 3)
     recovery = ("recoveries", "the bus died; all services start again from step 4", 1020.0)
     assert told(tmp_path, steps(1005.0, 1012.0)) == [restart, (*recovery, 1020.0, 5)]
-    # Its duration is missing because its controller died; the next train step ends it.
+    # The recovery's duration is missing because its controller died. The next train step ends the recovery.
     assert told(tmp_path, steps(1005.0, 1012.0, 1027.0, 1028.0)) == [restart, (*recovery, 1027.0, 5)]
     waiting = [*steps(1005.0, 1012.0), Timed("rollout", 2, 1024.0, 0, {"generate": 1.0})]
     assert told(tmp_path, waiting) == [restart, (*recovery, 1024.0, 5)], "the span ends at the newest record"

@@ -26,8 +26,8 @@ schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 
 TOKEN = {"Authorization": "Bearer secret"}
 DEADLINE_S = 60.0
-CASES = 8  # for each route, valid and invalid requests each
-CHAINS, CHAIN = 40, 12  # sequences of requests that follow the schema's links
+CASES = 8  # number of valid requests per route, and of invalid requests per route
+CHAINS, CHAIN = 40, 12  # number and length of request sequences that follow the schema's links
 LIMITS = {
     "both": Limits(start=1, most=4, hosts=["127.0.0.1", "localhost"]),
     "by_address": Limits(start=1, most=4, no_more="by address only", hosts=["127.0.0.1", "localhost"]),
@@ -43,12 +43,12 @@ HOW = settings(
 
 
 class MovingRun:
-    """Runs the gateway of a run whose controller moves every order to its next state after five requests."""
+    """Runs the gateway of a run. The controller moves every order to its next state after five requests."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.order_store = EngineOrderStore(folder)
         self.requests = self._since_reset = 0
-        self.answers: Counter[tuple[str, int]] = Counter()  # by the last part of the path and the status
+        self.answers: Counter[tuple[str, int]] = Counter()  # by (last part of the path, status)
         self._asks, self._ended = StallRequests(folder), threading.Event()
         self._controller = threading.Thread(target=self._answer_asks)
         self._controller.start()
@@ -66,7 +66,7 @@ class MovingRun:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all orders, so that the same requests get the same answers."""
+        """Deletes all orders. Then the same requests get the same responses."""
         self.order_store._orders.clear()
         self.order_store._keys.clear()
         self._since_reset = 0
@@ -118,12 +118,13 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**9)
     from schemathesis.specs.openapi.checks import ignored_auth, negative_data_rejection
 
-    # The first check triples the requests; test_who_may_come_in covers every route. The second check counts queries as
-    # invalid although their invalid part is not sent: an empty value is omitted, and every request has the token.
+    # The first check would triple the requests, and test_who_may_come_in covers it for every route. The second check
+    # would count queries as invalid although their invalid part is not sent: an empty value is omitted, and every
+    # request has the token.
     excluded, no_body = [ignored_auth], [negative_data_rejection]
 
     monkeypatch.setattr(gateway_routes, "POLL_S", 0.005)
-    monkeypatch.setattr(gateway_routes, "TIMEOUT_S", 600.0)  # reached only if a report never comes
+    monkeypatch.setattr(gateway_routes, "TIMEOUT_S", 600.0)  # only a missing report reaches this timeout
     run = MovingRun(tmp_path, LIMITS[kind])
     schema = schemathesis.openapi.from_asgi("/openapi.json", run, headers=TOKEN)
     for found in schema.get_all_operations():
@@ -142,7 +143,7 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
                     operation.body or operation.path_parameters
                 )
 
-    linked = schema.exclude(path="/run/stall")  # it takes no id, so the few steps of a chain go to routes that do
+    linked = schema.exclude(path="/run/stall")  # it needs no id; chains should use routes with an id
 
     class Chain(linked.as_state_machine()):  # type: ignore[misc]
         def setup(self) -> None:

@@ -1,4 +1,4 @@
-"""The routes of the gateway and the order desk of a controller: answers, refusals, and the schema."""
+"""Tests the routes of the gateway and a controller's handling of orders: responses, refusals, and the schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = {"Authorization": "Bearer secret"}
 
 
 class Gateway:
-    """Holds the application of a run with one engine from the start and one added engine."""
+    """Holds the application of a run with one initial engine and one added engine."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.order_store = EngineOrderStore(folder)

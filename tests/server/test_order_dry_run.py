@@ -1,4 +1,4 @@
-"""A dry run of an order reports the memory and cores that its engines would need, equal to the plan of the run."""
+"""Tests that a dry run of an order reports the memory and cores that its engines would need, like the run's plan."""
 
 from __future__ import annotations
 

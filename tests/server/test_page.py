@@ -1,4 +1,4 @@
-"""The page in a headless Chromium without a network: every view of a small run, at two widths, light and dark."""
+"""Tests the page in a headless Chromium without a network: every view of a small run, two widths, light and dark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.made_run import make_run
 from tests.server.page_server import Server
 
 FAILED = "failed: rollout-0 failed: RuntimeError: reward_of_a_name_without_a_break_that_is_wider_than_a_telephone: <b>"
-# View → a condition that is true once it shows its content.
+# View → a condition that is true when the view shows its content.
 VIEWS = {
     "run": "document.querySelectorAll('.u-over').length >= 2 && document.querySelector('.bars')",
     "samples": "document.querySelectorAll('tbody tr').length == 10",
@@ -90,7 +90,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
 
 
 async def _look_at_the_list(page: Page, runs: Path) -> None:
-    """Checks the list: each run has a row with its outcome and a link to its view; only the failed run has an alarm."""
+    """Checks the list: each run has a row with its outcome and a link to its view. Only the failed run has an alarm."""
     await page.until("document.querySelectorAll('main tbody tr').length == 3")
     assert "Runs" in await page.run("document.title") and await page.run("state.textContent") == ""
     cells = "[...document.querySelectorAll('main tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
@@ -143,7 +143,7 @@ async def _look_at_a_sample(page: Page, run: str) -> None:
 
 
 async def _see_a_new_step(page: Page, run: str, run_dir: Path) -> None:
-    """Checks that a step that the run writes while the page is open is shown without a reload."""
+    """Checks that the open page shows a new step of the run without a reload."""
     await page.run(f"location.hash = '#/{run}/run'")
     await page.until(f"document.body.innerText.includes('4 of 6') && {VIEWS['run']}")
     await asyncio.sleep(2.0)  # the stream has sent the first state

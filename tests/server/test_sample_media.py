@@ -1,4 +1,4 @@
-"""Images, audio and video of a sample, from the encoders of a run to the page; other files are not served."""
+"""Tests images, audio and video of a sample, from a run's encoders to the page. The server serves no other files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sound_item(folder: Path, seed: int) -> MediaItem:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
-    """Makes a run with one group (an image in the prompt, audio and video from files) and serves its page."""
+    """Makes a run with one group (an image in the prompt, audio and video from files) and serves the run's page."""
     run_dir, media = tmp_path_factory.mktemp("runs") / "seen", tmp_path_factory.mktemp("media")
     samples = run_dir / SAMPLES_FOLDER
     run_dir.mkdir()

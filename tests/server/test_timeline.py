@@ -1,4 +1,4 @@
-"""The timeline of a run and its trace: the parts of a step sum to it, rows do not overlap, and waits have a cause."""
+"""Tests a run's timeline and trace: the parts of a step add up to the step, rows do not overlap, waits have a cause."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_timeline_of_steps_has_all_that_happened_in_their_time() -> None:
     assert found.told[0].startswith("The trainer waits for samples 60% of its time: generation")
     newest = make_timeline(timed, first=None, last=None, newest=2)
     assert newest is not None
-    assert [newest.first, newest.last, newest.start_s] == [1, 2, 98.0]  # step 1 from after the resume
+    assert [newest.first, newest.last, newest.start_s] == [1, 2, 98.0]  # step 1 is from after the resume
     assert ("evaluation", 99.0) in {(span.lane, span.end_s) for span in newest.spans}
     (push,) = [span for span in newest.spans if span.lane == "weights" and span.start_s >= 99.0]
     assert [push.name, push.end_s] == ["weights 2 to the engines", pytest.approx(99.4)]
@@ -66,7 +66,7 @@ RANK_MS = {"step": 400.0, "lag": 50.0, "pack": 10.0, "forward": 100.0, "sums": 5
 
 
 def ranks(step: int, end_s: float, **parts: float) -> Timed:
-    """Returns the record of two ranks; the second has half of the work."""
+    """Returns the record of two ranks. The second rank has half of the work."""
     own = {"backward": 200.0, "cpu/forward": 90.0, **RANK_MS, **parts}
     values = {f"actor-0/{name}": ms for name, ms in own.items()}
     return Timed("rank", step, end_s, 0, values | {f"actor-1/{name}": 0.5 * ms for name, ms in own.items()})
@@ -118,7 +118,7 @@ def test_a_timeline_has_the_ranks_near_it_and_leaves_out_too_many(monkeypatch: p
 
 def test_the_slices_of_a_trace_are_nested_or_apart() -> None:
     timed = [Timed("rollout", 0, 10.9 + 0.1 * place, 0, {"generate": 700.0}) for place in range(3)]
-    timed += [ranks(0, 11.0), ranks(1, 11.3)]  # the second begins before the first has ended
+    timed += [ranks(0, 11.0), ranks(1, 11.3)]  # by the records, the second step begins before the first has ended
     timed += [actor(0, 11.0), actor(1, 11.9997)]  # by the records, step 1 begins 0.3 ms before the end of step 0
     events = [event for event in trace_events(all_spans(timed)) if event["ph"] == "X"]
     assert len({event["tid"] for event in events if event["cat"] == "rollout 0"}) == 3

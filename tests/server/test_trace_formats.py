@@ -1,4 +1,4 @@
-"""Other libraries read each trace format back, with the same spans in the same rows."""
+"""Reads each trace format back with other libraries: the same spans must be in the same rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_S = 1_800_000_000.0
 
 
 def spans() -> list[Span]:
-    """Returns two train steps with their parts, three batches of which two overlap, and an event without a duration."""
+    """Returns two train steps with parts, three batches (two of them overlap), and an event without a duration."""
     timed = [Timed("rollout", 0, START_S + 0.9 + 0.1 * place, 0, {"generate": 700.0}) for place in range(3)]
     parts = {"step": 1000.0, "wait": 600.0, "train": 300.0}
     timed += [Timed("actor", step, START_S + 1.0 + step, 0, parts) for step in range(2)]

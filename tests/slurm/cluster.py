@@ -1,4 +1,4 @@
-"""A temporary Slurm of two nodes on this machine: real daemons, with separate configuration, ports, key and folders."""
+"""Runs a temporary Slurm of two nodes on this machine: real daemons with separate configuration, ports and folders."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 Preemp
 
 
 class Cluster:
-    """Runs a Slurm while it is used as a context manager. ``environment`` is for Slurm's commands.
+    """Context manager that runs a Slurm. ``environment`` is the environment of Slurm's commands.
 
     ``scratch`` is the /tmp of the nodes.
     """
@@ -76,7 +76,7 @@ class Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
         self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # sockets need a short path
         self.scratch.mkdir(mode=0o700)
-        self._owned = ExitStack()  # a later session removes the files of a killed one
+        self._owned = ExitStack()  # a later session removes the files of a killed session
         for folder in (self.root, self.scratch):
             self._owned.enter_context(owned(folder, f"a test's Slurm, process {os.getpid()}"))
         self.environment = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "TMPDIR": str(self.scratch)}
@@ -93,19 +93,19 @@ class Cluster:
         self._stop()
 
     def call(self, *command: str) -> str:
-        """Runs one of Slurm's commands; raises CalledProcessError if it fails."""
+        """Runs a Slurm command. Raises CalledProcessError if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout
 
     def wait_empty(self) -> None:
-        """Waits until the queue is empty."""
+        """Blocks until the queue is empty."""
         deadline = time.monotonic() + DEADLINE_S
         while queue := self.call("squeue", "--noheader"):
             assert time.monotonic() < deadline, f"the queue does not empty: {queue}"
             time.sleep(POLL_S)
 
     def wait_idle(self) -> None:
-        """Waits until every node accepts jobs."""
+        """Blocks until every node accepts jobs."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.call("sinfo", "-h", "-N", "-t", "idle", "-p", "main", "-o", "%N").split()) < NODES:
             assert time.monotonic() < deadline, self.call("sinfo", "-N", "-l") + self._logs()
@@ -117,7 +117,7 @@ class Cluster:
         self.wait_empty()
 
     def processes(self) -> dict[int, str]:
-        """Returns process id → command line of every process of a job, found by its environment."""
+        """Returns process id → command line of every process of a job. Finds processes by their environment."""
         mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
         found = {}
         for entry in Path("/proc").iterdir():
@@ -170,12 +170,12 @@ class Cluster:
         self.call("slurmd", "-N", f"n{number}")
 
     def daemons(self) -> list[int]:
-        """Returns the process ids of the daemons, those of the nodes first."""
+        """Returns the process ids of the daemons: first the nodes' daemons."""
         files = [*self.root.glob("slurmd.*.pid"), self.root / "slurmctld.pid", self.root / "munged.pid"]
         return [int(text) for file in files if file.is_file() and (text := file.read_text().strip())]
 
     def _stop(self) -> None:
-        """Ends the jobs first, because a job step continues without the daemon of its node."""
+        """Ends the jobs before the daemons, because a job step continues without the daemon of its node."""
         with suppress(subprocess.CalledProcessError, AssertionError, FileNotFoundError):
             self.call("scancel", "--user=root")
             self.wait_empty()
@@ -204,14 +204,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _own_address() -> str:
-    """Returns the address that Ray uses for this machine; Ray does not use a loopback address for several nodes."""
+    """Returns the address that Ray uses for this machine. With several nodes Ray does not use a loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 1))  # no packet is sent
         return str(probe.getsockname()[0])
 
 
 def _free_ports(count: int) -> list[int]:
-    """Returns ports below the kernel's ephemeral range, so that no other process takes one by chance."""
+    """Returns ports below the kernel's ephemeral range. So no other process takes such a port by chance."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free: list[int] = []
     for port in random.sample(range(10_000, given_away), 1000):

@@ -1,4 +1,4 @@
-"""One temporary Slurm for all tests; they are skipped if the machine has no Slurm."""
+"""Shares one temporary Slurm between all tests. Skips the tests if the machine has no Slurm."""
 
 from __future__ import annotations
 

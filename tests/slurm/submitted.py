@@ -1,4 +1,4 @@
-"""`python -m relax_core launcher=slurm …` on the temporary cluster, observed from outside."""
+"""Runs `python -m relax_core launcher=slurm …` on the temporary cluster and observes it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FAST = ("eval.every=0", "launcher.cpus_per_node=2", "run.export_hf=false")
 
 
 def _hear_ctrl_c() -> None:
-    """Resets SIGINT: a shell makes background processes ignore it, and their children inherit this."""
+    """Resets SIGINT, because a shell makes background processes ignore SIGINT, and their children inherit this."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Submitted:
-    """The process that submits and follows a run. ``folder`` is the run's folder."""
+    """Holds the process that submits and follows a run. ``folder`` is the run's folder."""
 
     def __init__(self, cluster: Cluster, folder: Path, *overrides: str) -> None:
         self.cluster = cluster
@@ -60,16 +60,16 @@ class Submitted:
             time.sleep(POLL_S)
 
     def wait_step(self, step: int) -> None:
-        """Waits until the trainer has reported train step ``step``."""
+        """Blocks until the trainer has reported train step ``step``."""
         self.wait_for(f"step {step}", lambda: max(self.steps(), default=-1) >= step)
 
     def job_id(self) -> str:
-        """Waits until the job is submitted, and returns its id."""
+        """Waits for the submission of the job and returns the job's id."""
         self.wait_for("its submission", (self.folder / "job.json").exists)
         return str(json.loads((self.folder / "job.json").read_text())["job_id"])
 
     def start_again(self) -> None:
-        """Waits until the job is queued again, and starts it at once instead of after Slurm's two minutes."""
+        """Waits until the job is queued again, and starts it at once, without Slurm's wait of two minutes."""
         job = self.job_id()
         self.wait_for(
             "its second turn", lambda: "Reason=BeginTime" in self.cluster.call("scontrol", "show", "job", job)
@@ -77,11 +77,11 @@ class Submitted:
         self.cluster.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def wait_stop_received(self) -> None:
-        """Waits until the trainer is asked to stop after its step."""
+        """Blocks until the trainer has the request to stop after its step."""
         self.wait_for("the stop to be heard", lambda: STOPPING in self.logs())
 
     def steps(self) -> list[int]:
-        """Returns the train steps in the order of their records; a repeated step appears twice."""
+        """Returns the train steps in the order of their records. A repeated step appears twice."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""Runs in a real Slurm: over two nodes, in a job array, and with each possible end of a job."""
+"""Tests runs in a real Slurm: over two nodes, in a job array, and with each possible end of a job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def relax(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def task_of(cluster: Cluster, words: str) -> int:
-    """Returns the Slurm task of the process that has these words in its command line; each node has one task."""
+    """Returns the Slurm task of the process with these words in its command line. Each node has one task."""
     (pid,) = (pid for pid, line in cluster.processes().items() if words in line)
     return rank_of(pid)
 
@@ -52,7 +52,7 @@ SPEC = RewardSpec(name="looks", summary="looks at the pixels", config=RewardConf
 
 
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
-    """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map files."""
+    """A run with images and videos. Engine and trainer, on different nodes, and the reward's worker map files."""
     held = TrainingGate(tmp_path, updates=3)
     (tmp_path / "looks.py").write_text(REWARD)
     overrides = (
@@ -115,7 +115,7 @@ def test_the_time_limit_queues_it_again_until_that_is_too_often(quiet: Cluster, 
     began = time.monotonic()
     run = Submitted(quiet, tmp_path / "run", LONG, "run.save_every=0", *limits)
     run.wait_step(3)
-    minutes = int(time.monotonic() - began) // 60 + 2  # in one to two minutes
+    minutes = int(time.monotonic() - began) // 60 + 2  # a time between one and two minutes from now
     quiet.call("scontrol", "update", f"jobid={run.job_id()}", f"TimeLimit={minutes}")
     code, output = run.finish()
     assert code == 128 + signal.SIGTERM, output

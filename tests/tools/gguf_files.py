@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 BYTES = [chr(number) for number in (*range(33, 127), *range(161, 173), *range(174, 256))]
-# GPT-2's byte alphabet: the other 68 bytes are mapped to U+0100 and up, so the space is U+0120.
+# GPT-2's byte alphabet: 68 bytes are mapped to U+0100 and up, so the space is U+0120.
 ALPHABET = BYTES + [chr(256 + number) for number in range(68)]
 SPECIAL = ["<|end|>", "<|user|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "a b", "Ġ Ġ"]
@@ -50,7 +50,7 @@ def made_model(architecture: str, *, tied: bool = False) -> Any:
 
 
 def stored(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """Returns the tensors of a model as stored by llama.cpp's converter, with the names of the package gguf."""
+    """Returns the tensors of a model in the format of llama.cpp's converter, with the names of the package gguf."""
     kind = next(architecture_key for architecture_key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
@@ -58,7 +58,7 @@ def stored(model: Any, architecture: str) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if name.endswith(".mlp.experts.gate_up_proj"):  # transformers 5 fuses them
+        if name.endswith(".mlp.experts.gate_up_proj"):  # transformers 5 fuses the experts
             layer = name.split(".")[2]
             gate, up = np.split(values, 2, axis=1)
             found[f"blk.{layer}.ffn_gate_exps.weight"], found[f"blk.{layer}.ffn_up_exps.weight"] = gate, up
@@ -115,7 +115,7 @@ def write_gguf(
     *,
     quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType | None] = lambda name, values: None,
 ) -> Path:
-    """Writes a file; ``quantise`` returns the type of a tensor, or None for float32."""
+    """Writes a file. ``quantise`` returns the type of a tensor, or None for float32."""
     writer = gguf.GGUFWriter(path, str(values["general.architecture"]))
     for key, value in values.items():
         if key == "general.architecture":

@@ -1,4 +1,4 @@
-"""The check for environment authors: it passes the built-in environments, and finds faults in others."""
+"""Tests the check for environment authors: it accepts the built-in environments, and finds faults in other envs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_call_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_isolated_env_is_checked_in_its_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the worker, the global random state belongs to the episode, so the same draws open both episodes."""
+    """In the worker, the global random state belongs to the episode, so both episodes begin with the same draws."""
     assert main([written(tmp_path, isolated=True, reset="str(random.random())")]) == 0
     assert main([written(tmp_path, isolated=True, step="__import__('os')._exit(3)")]) == 1
     assert "exit code 3" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`relax check-reward` on rewards with planted exploits, and on the built-in rewards."""
+"""Tests `relax check-reward` on rewards with planted exploits, and on the built-in rewards."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_sound_reward_awards_nothing_wrong(capsys: pytest.CaptureFixture[str])
 
 
 def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first run with real weights learned to exploit this within 45 steps."""
+    """The first run with real weights learned to exploit this rule within 45 steps."""
     ours = checked("reward=math", "--rows=6", capsys=capsys)[1]
     assert ours["above"] == [] and ours["missed_share"] == 0.0
     _, theirs = checked("reward=math", "reward.evaluate=true", "--rows=6", capsys=capsys)
@@ -96,7 +96,7 @@ def test_math_verifys_own_rule_awards_the_question(capsys: pytest.CaptureFixture
     [
         (["reward=math", "--rows=0"], ("--rows=0",)),
         (["reward=no_such"], ("reward", "no_such")),
-        (["reward=reverse_digits"], ("reverse_digits",)),  # the label of another task
+        (["reward=reverse_digits"], ("reverse_digits",)),  # the check uses a label of another task
     ],
 )
 def test_what_cannot_be_checked_is_refused(
@@ -161,7 +161,7 @@ def test_there_are_twenty_right_forms_and_a_number_with_a_unit_may_stand_alone()
 def test_a_judge_that_obeys_the_answer_is_found_and_one_that_is_down_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The judge compares, but gives the full score to any answer that contains an order."""
+    """The judge compares answers, but gives full score to any answer that contains an order."""
 
     def obeys(body: dict[str, Any]) -> str:
         parts = body["messages"][-1]["content"].split("\n==========")

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the Hugging Face folder that it was made from, or gives an error and leaves no files."""
+"""Tests that a GGUF file becomes the Hugging Face folder that it was made from, or an error without new files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.gguf_files import CLASSES, TEMPLATE, TOKENS, made_model, metada
 
 
 def made_file(folder: Path, architecture: str = "qwen3", *, tied: bool = False, **changed: Any) -> Path:
-    """Writes the file of a generated model; ``changed`` replaces metadata, and None removes it."""
+    """Writes the file of a generated model. ``changed`` replaces metadata; the value None removes a key."""
     model = made_model(architecture, tied=tied)
     values = metadata(model, architecture) | {key.replace("__", "."): value for key, value in changed.items()}
     values = {key: value for key, value in values.items() if value is not None}
@@ -91,7 +91,7 @@ def test_a_tokenizer_splits_as_the_one_that_llama_cpp_names(pre: str, tmp_path: 
 
     one_number = {"qwen2": ["1", "2", "3", "4"], "llama-bpe": ["123", "4"], "gpt-2": ["123", "4"]}
     assert pieces("1234") == one_number.get(pre, ["1", "2", "3", "4"])
-    # Llama 3 splits after three digits from the left, GPT-2 does not: the merge 12+3 spans the split.
+    # Llama 3 splits numbers after every three digits from the left, GPT-2 does not. The merge 12+3 spans the split.
     assert pieces("9123") == (
         ["9", "123"] if pre == "gpt-2" else ["9", "12", "3"] if pre == "llama-bpe" else list("9123")
     )

@@ -19,7 +19,7 @@ from tests.bus.persisted_run import PersistedRun, T, generated_row
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns the folder of a run with two groups trained at step 0, one dropped and one open."""
+    """Returns the folder of a run with two groups trained at step 0, one dropped group and one open group."""
     run = PersistedRun(tmp_path / "run" / "ledger.sqlite")
     run.roll_out(2)
     run.train()
@@ -99,7 +99,7 @@ def test_an_open_sample_of_a_finished_run_is_lost(folder: Path, capsys: pytest.C
     (folder / "summary.json").write_text(json.dumps({"outcome": "finished", "ledger": {"open": 0}}))
     assert main([str(folder)]) == 1
     assert "lost 2; trained twice 0\nlost: g00000003.0, g00000003.1" in capsys.readouterr().out
-    for outcome, still_open in (("stopped", 0), ("finished", 2)):  # the second run was resumed with fewer steps
+    for outcome, still_open in (("stopped", 0), ("finished", 2)):  # the second run is a resumed run with fewer steps
         (folder / "summary.json").write_text(json.dumps({"outcome": outcome, "ledger": {"open": still_open}}))
         assert main([str(folder)]) == 0
         assert "lost 0; trained twice 0" in capsys.readouterr().out

@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder of models that three threads requested at the same time."""
+    """Lets three threads request models at the same time, and returns the folder of models."""
     folder = tmp_path_factory.mktemp("models")
     with ThreadPoolExecutor(3) as threads:
         made = threads.map(
@@ -72,7 +72,7 @@ def _sampled(folder: Path, *, task: str) -> list[RewardOutput]:
     ("task", "reward", "exact"),
     [
         ("reverse_digits", (0.28, 0.42), (0.0, 0.05)),
-        pytest.param("arithmetic", (0.4, 0.75), (0.1, 0.55), marks=pytest.mark.soak),  # 50 s
+        pytest.param("arithmetic", (0.4, 0.75), (0.1, 0.55), marks=pytest.mark.soak),  # takes 50 s
     ],
 )
 def test_the_model_starts_where_grpo_has_something_to_climb(
@@ -99,7 +99,7 @@ def test_the_mixture_of_experts_starts_as_low_and_has_the_same_tokens() -> None:
     assert token_difference(tiny_model_folder("tiny_qwen3", task="reverse_digits"), folder) is None
     config = json.loads((folder / "config.json").read_text())
     wanted = tiny_config("tiny_qwen3_moe")
-    assert config["num_local_experts"] == wanted.pop("num_experts") == 8  # transformers uses another name
+    assert config["num_local_experts"] == wanted.pop("num_experts") == 8  # transformers uses another name for this key
     assert wanted.items() <= config.items()
 
 

@@ -1,4 +1,4 @@
-"""Playing an environment in the terminal with typed responses."""
+"""Tests playing an environment in the terminal with typed responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def typed(*texts: str) -> Callable[[str], str]:
 
 
 def test_a_number_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three numbers, two guesses always suffice: the answer to 2 gives the direction."""
+    """With three numbers, two guesses always suffice: the answer to guess 2 gives the direction."""
     game = ["env=number_guess", "env.highest=3", "--seed=2"]
     assert main(game, ask=typed("1", "2", "3")) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`python -m relax_core.tools.score` scores a file, and reports missing scores by its exit code."""
+"""Tests `python -m relax_core.tools.score`: it scores a file, and reports missing scores by its exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that the builtin vision and audio model loads in transformers, and starts with a chance of every answer.
+"""Tests that the builtin vision and audio model loads in transformers and initially gives each answer a probability.
 
-Its whole warm start takes a minute of processor time, so `make test` runs two steps of it.
+The complete warm start takes a minute of processor time, so `make test` runs only two steps.
 """
 
 from __future__ import annotations
@@ -69,4 +69,4 @@ def test_it_starts_with_a_chance_of_every_answer() -> None:
     for row, logprobs in zip(rows, chances, strict=True):
         by_answer.setdefault(row.answer, []).append(float(logprobs.sum().exp()))
     assert len(by_answer) == 16
-    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples miss it 1 time in 13
+    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples lack it 1 time in 13

@@ -1,4 +1,4 @@
-"""The games of a warm start: the tokens of a run, and a player with mistakes, so that RL can improve it."""
+"""Tests the games of a warm start: they have a run's tokens, and a player with mistakes that RL can improve."""
 
 from __future__ import annotations
 

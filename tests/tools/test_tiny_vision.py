@@ -1,6 +1,6 @@
-"""Tests that the builtin vision models load in transformers, and start at an accuracy that GRPO can improve.
+"""Tests that the builtin vision models load in transformers, with an initial accuracy that GRPO can improve.
 
-The whole warm start of a Qwen3.5 takes a minute of processor time, so `make test` runs two steps of it.
+The complete warm start of a Qwen3.5 takes a minute of processor time, so `make test` runs only two steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHOLE = [VISION, *(pytest.param(name, marks=pytest.mark.soak) for name in (VISIO
 
 @pytest.fixture(scope="module", params=VISION_NAMES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a model with two supervised steps, one on right answers and one on both answers."""
+    """Makes a model with two supervised steps: first on right answers, then on both answers."""
     name, made = request.param, tmp_path_factory.mktemp("model")
     recipe = WARM_STARTS[name, TASK]
     assert isinstance(recipe, VisionWarmStart)
@@ -73,10 +73,10 @@ def test_the_tokenizer_knows_time_stamps_and_keeps_names_of_special_tokens_as_te
 
 
 def test_a_sampled_pad_has_a_gradient_like_that_of_any_token() -> None:
-    """Compares gradient norms of embedding rows in a Qwen3.5 with experts, where the warm start does not move the pad's
-    row.
+    """Compares gradient norms of embedding rows in a Qwen3.5 with experts. There the warm start does not move the row
+    of the pad token.
 
-    If the output layer is the embedding, as in the dense Qwen3.5, the warm start moves the pad's embedding.
+    If the output layer is the embedding, as in the dense Qwen3.5, the warm start moves the embedding of the pad token.
     """
     import torch
 
@@ -111,12 +111,12 @@ def test_it_starts_with_a_chance_of_every_answer(name: str) -> None:
     with torch.no_grad():
         logits, tokens = answer_logits(model, tower, batch)
     right = (logits.argmax(-1) == tokens).split([len(answer) for answer in batch.answers])
-    # x264's assembler reads memory beyond short rows, so a few videos, and with them the models, vary between builds:
-    # one of four builds of tiny_qwen3_5_moe began at 0.667.
+    # x264's assembler reads memory beyond short rows. So a few videos differ between builds, and the models, too: one
+    # of four builds of tiny_qwen3_5_moe began at 0.667.
     assert 0.25 < sum(bool(is_right.all()) for is_right in right) / len(right) <= 0.7
     chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split([len(answer) for answer in batch.answers])
     by_answer: dict[str, list[float]] = {}
     for row, logprobs in zip(rows, chances, strict=True):
         by_answer.setdefault(row.answer, []).append(float(logprobs.sum().exp()))
     assert len(by_answer) == 12
-    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples miss it 1 time in 13
+    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples lack it 1 time in 13

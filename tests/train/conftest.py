@@ -1,4 +1,4 @@
-"""Adds this folder to the import path, so that tests share tiny_trainer.py."""
+"""Adds this folder to the import path. So the tests can share tiny_trainer.py."""
 
 import sys
 from pathlib import Path

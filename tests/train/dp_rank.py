@@ -1,11 +1,12 @@
-"""Runs one data-parallel rank that trains, and may save or load; rank 0 writes weights and metrics.
+"""Runs one data-parallel rank that trains, and may save or load a checkpoint. Rank 0 writes weights and metrics.
 
 python dp_rank.py <rank> <world size> <port> <model folder> <output> <settings as JSON>
 
-The settings are ``sharded``, ``timeout_s``, ``head``, the number of ``steps``, and the ``most`` steps of any rank. With
-``what`` the rank trains 4 steps and uses a ``checkpoint`` after the second: ``save`` saves it and continues. ``load``
-loads it instead of the first 2 steps. ``absent`` exits without saving, except for rank 0. ``slow`` is ``save`` with a
-disk of rank 1 that takes longer than the timeout of other waits for ranks.
+The settings are ``sharded``, ``timeout_s``, ``head``, the number of ``steps``, and ``most``, the largest number of
+steps of any rank. With ``what`` the rank trains 4 steps and uses a ``checkpoint`` after the second step: ``save`` saves
+the checkpoint and continues. ``load`` loads the checkpoint in place of the first 2 steps. With ``absent`` only rank 0
+saves; the other ranks exit. ``slow`` is ``save``, but the disk of rank 1 takes longer than the timeout of other waits
+for ranks.
 """
 
 import json
@@ -75,7 +76,7 @@ def main() -> None:
     elif what:
         train(range(2))
         if what == "absent" and rank != 0:
-            os._exit(0)  # During an orderly exit the threads of gloo may abort the process.
+            os._exit(0)  # During a normal exit gloo's threads may abort the process.
         backend.save(Path(settings["checkpoint"]))
     metrics = train(range(2 if what else 0, steps))
     if rank == 0:
@@ -85,9 +86,9 @@ def main() -> None:
     if steps == most:
         dist.barrier()  # the exit of a rank breaks the connections of ranks that still compute
     else:
-        while begun.read_text() != str(steps):  # rank 0 has not begun the step that this rank omits
+        while begun.read_text() != str(steps):  # wait until rank 0 begins the step that this rank omits
             time.sleep(0.05)
-        time.sleep(1.0)  # rank 0 now waits for the ranks; only then does gloo name missing ranks
+        time.sleep(1.0)  # let rank 0 wait for the ranks, because only then gloo names missing ranks
     os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
 
 

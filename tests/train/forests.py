@@ -1,4 +1,4 @@
-"""Makes random forests of token rows, with visibility and dense masked attention derived from the parents."""
+"""Makes random forests of token rows. The parents define visibility and dense masked attention."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 @dataclass(frozen=True)
 class Forest:
-    """Holds the ``parents`` of rows in depth-first order; the parent of a root is -1."""
+    """Holds the ``parents`` of rows in depth-first order. The parent of a root is -1."""
 
     parents: Sequence[int]
 
     @property
     def end(self) -> np.ndarray:
-        """Returns the row after each row's subtree, int64 ``[rows]``."""
+        """Returns for each row the first row after its subtree, int64 ``[rows]``."""
         end = np.arange(len(self.parents)) + 1
         for row in reversed(range(len(self.parents))):
             if self.parents[row] >= 0:
@@ -33,7 +33,7 @@ class Forest:
 
     @property
     def sees(self) -> np.ndarray:
-        """Returns bool ``[rows, rows]``: each row attends to itself and to the rows that its parent attends to."""
+        """Returns bool ``[rows, rows]``: a row attends to itself and to the rows that its parent attends to."""
         sees = np.eye(len(self.parents), dtype=bool)
         for row, parent in enumerate(self.parents):
             if parent >= 0:
@@ -43,7 +43,7 @@ class Forest:
 
 @st.composite
 def forests(draw: st.DrawFn, *, max_runs: int = 12, longest: int = 30) -> Forest:
-    """Draws chains of rows that attach anywhere on the path of the row before them or begin a tree."""
+    """Draws chains of rows. A chain begins a new tree, or attaches anywhere on the path of the previous row."""
     chains = draw(st.lists(st.tuples(st.integers(1, longest), st.integers(0, 10**6)), min_size=1, max_size=max_runs))
     parents: list[int] = []
     for length, choice in chains:
@@ -61,7 +61,7 @@ def forests(draw: st.DrawFn, *, max_runs: int = 12, longest: int = 30) -> Forest
 
 
 def two_level(lengths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Forest:
-    """Makes prompts with responses of the given numbers of tokens; the last token of a response has no row."""
+    """Makes prompts with responses of the given numbers of tokens. The last token of a response has no row."""
     parents: list[int] = []
     for prompt, responses in zip(prompt_lengths, lengths, strict=True):
         start = len(parents)
@@ -73,7 +73,7 @@ def two_level(lengths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -
 
 
 def random_rows(rows: int, *, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Draws query, key, value and the output's gradient; the numbers are the same in every dtype."""
+    """Draws query, key, value and the output's gradient. The numbers are the same in every dtype."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -90,10 +90,10 @@ def sharded(draw: st.DrawFn) -> tuple[Forest, int, int, int]:
 
 
 def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest, RowSharding, int], Any]) -> None:
-    """Compares context-parallel ranks with attention by its definition.
+    """Compares attention on context-parallel ranks with attention by its definition.
 
-    Each rank computes its queries against the gathered keys of all ranks, and the gradients add up. ``attention``
-    returns, for a forest, a rank's sharding and the number of padded rows, an object with ``attend``.
+    Each rank computes its queries against the gathered keys of all ranks, and the gradients add up. ``attention`` takes
+    a forest, a rank's sharding and the number of padded rows, and returns an object with ``attend``.
     """
     forest, ranks, more, seed = case
     rows = len(forest.parents)
@@ -119,7 +119,7 @@ def check_ranks(case: tuple[Forest, int, int, int], attention: Callable[[Forest,
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: np.ndarray, *, scale: float | None) -> Tensor:
-    """Computes attention by its definition; ``sees`` is bool ``[query rows, key rows]``."""
+    """Computes attention by its definition. ``sees`` is bool ``[query rows, key rows]``."""
     key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * (DIM**-0.5 if scale is None else scale)
     weights = scores.masked_fill(~torch.from_numpy(sees), -torch.inf).softmax(dim=-1)

@@ -46,19 +46,19 @@ CASES_OF_LAYOUT = {
     "dp2 overlap": ("the router alone", "the tower alone", "the projector alone"),
 }
 STEPS, STEPS_OF_LAYOUTS = 5, 3
-SAVED = "the tower alone"  # the case with a checkpoint that is loaded by the next layout
+SAVED = "the tower alone"  # in this case the next layout loads a checkpoint
 OPTIMIZER = {"eps": 1e-4, "clip_grad": 0.0}
 
 
 def part_of_weight(name: str) -> str:
-    """Returns the part that a Hugging Face name belongs to, independently of the implementation."""
+    """Returns the model part of a Hugging Face name. This code is independent of the implementation."""
     if "visual." in name:
         return "projector" if "merger" in name else "vision"
     return "router" if name.endswith(".mlp.gate.weight") else "language"
 
 
 def batches_of(folder: Path, model: str) -> list[list[TokenTree]]:
-    """Returns micro-batches; a second rank gets only text in the third, and no group of the last."""
+    """Returns micro-batches. A second rank gets only text from the third micro-batch, and no group from the last."""
     if model == "experts":
         return dp_groups()
     groups = make_case("mixed", Items(folder / model, folder / "media"))
@@ -76,7 +76,7 @@ def exported(backend: Any) -> dict[str, Tensor]:
 
 
 def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
-    """Counts, on this rank, frozen parameters that take part in training, and trainable parameters that do not."""
+    """Counts on this rank the frozen parameters that are trained and the trainable parameters that are not trained."""
     chunks = [(wrapped, model) for wrapped, model in zip(backend.model_chunks, backend.models, strict=True)]
     named = [(name, parameter) for _, model in chunks for name, parameter in model.named_parameters()]
     buffers = [buffer for wrapped, _ in chunks for buffer in wrapped.buffers + wrapped.expert_parallel_buffers]
@@ -95,7 +95,7 @@ def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
 def figures(
     backend: Any, folder: Path, case: str, *, steps: int, replica: int = 0, replicas: int = 1
 ) -> dict[str, Any]:
-    """Trains ``steps`` steps; compares the first with a run without frozen parts."""
+    """Trains ``steps`` steps and compares the first step with a run without frozen parts."""
     model, frozen = CASES[case]
     mine = [split_over_ranks(groups, replicas)[replica] for groups in batches_of(folder, model)]
     before = exported(backend)
@@ -142,7 +142,7 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
     from megatron.core import parallel_state
 
     seen: dict[str, Any] = {}
-    for name, written_by in zip(LAYOUTS, ["pp2", *LAYOUTS], strict=False):  # the layout before wrote the checkpoint
+    for name, written_by in zip(LAYOUTS, ["pp2", *LAYOUTS], strict=False):  # the previous layout wrote the checkpoint
         parallel = parallel_config(**LAYOUTS[name])
         ranks = {"parallel": parallel, "rank": rank, "world_size": 2, "store_address": f"127.0.0.1:{port}"}
         seen[name] = {}

@@ -1,4 +1,4 @@
-"""Runs two ranks through several layouts, and a single process; each writes JSON for test_layout_ranks.py.
+"""Runs two ranks through several layouts, and a single process. Each process writes JSON for test_layout_ranks.py.
 
 `python layout_ranks.py <folder>` writes a model, single.json, rank0.json and rank1.json there.
 """
@@ -34,7 +34,7 @@ TOP_K = 3
 
 
 def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
-    """Uses the teacher's tokens if there are any, and PPO's clip otherwise."""
+    """Computes a loss on the teacher's tokens if the batch has them, otherwise PPO's clipped loss."""
     if inputs.top_logprobs is None:
         return clip_loss(inputs, CONFIG)
     inside = inputs.top_logprobs > OUTSIDE
@@ -42,7 +42,7 @@ def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
 
 
 def with_teacher(group: TokenTree) -> TokenTree:
-    """Adds teacher columns and kept sets, some with fewer tokens than top_k; -1 marks missing tokens."""
+    """Adds teacher columns and kept sets. Some have fewer tokens than top_k; -1 marks missing tokens."""
     own_ids = answer_ids(group)
     tokens = len(own_ids)
     random = np.random.default_rng(tokens)
@@ -55,7 +55,7 @@ def with_teacher(group: TokenTree) -> TokenTree:
 
 
 def tree_batches() -> list[list[TokenTree]]:
-    """Makes forests of several turns, whose episodes share sampled rows and have several segments."""
+    """Makes forests of several turns. Their episodes share sampled rows and have several segments."""
     random = np.random.default_rng(11)
     trees = [random_tree(random, uid=f"g{place}", roots=2, turns=2, vocabulary=VOCABULARY) for place in range(3)]
     return [trees[:2], trees[2:]]
@@ -70,7 +70,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Makes two refused updates, which change nothing, then computes log-probs, then makes three updates."""
+    """Tries two updates, which are refused and change nothing. Then computes log-probs and makes three updates."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]

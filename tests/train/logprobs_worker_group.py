@@ -1,4 +1,4 @@
-"""Runs two tensor-parallel ranks of the output layer as processes that solve one problem after another."""
+"""Runs two tensor-parallel ranks of the output layer as processes. They solve a sequence of problems."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A problem with the whole ``weight``; each rank takes its shard.
+    """Defines a problem with the complete ``weight``. Each rank uses its shard.
 
-    ``incoming`` are the gradients of log-probs ``[rows]``, entropy ``[rows]`` and gathered ``[rows, k]``; None means
-    that the output is not requested. ``kept`` and ``banned`` define the truncation.
+    ``incoming`` are the gradients of log-probs ``[rows]``, entropy ``[rows]`` and gathered ``[rows, k]``. None means
+    that the problem does not request this output. ``kept`` and ``banned`` define the truncation.
     """
 
     hidden: Tensor
@@ -43,7 +43,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Holds the functions' outputs; ``weight_gradient`` is that of the shard, or of the whole weight on one rank."""
+    """Holds the functions' outputs. ``weight_gradient`` covers the rank's shard, or with one rank the whole weight."""
 
     outputs: list[Tensor]
     hidden_gradient: Tensor
@@ -52,7 +52,7 @@ class Answer:
 
 
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
-    """Solves a problem as a rank of ``group``, or alone."""
+    """Solves a problem as a rank of ``group``, or as a single process."""
     from relax_core.train.model.logprobs import Truncation, head_outputs, top_k_tokens
 
     own = problem.settings | {"truncation": Truncation.of(problem.kept, problem.banned, problem.hidden.device)}
@@ -88,7 +88,7 @@ class WorkerGroup:
     def solve(self, problem: Problem) -> list[Answer]:
         """Returns each rank's answer."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of the tensors
+            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would send the tensors as file handles
         for pipe in self._pipes:
             assert pipe.poll(DEADLINE_S), "a rank gave no answer"
         return [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]
@@ -96,7 +96,7 @@ class WorkerGroup:
 
 @contextmanager
 def worker_group(folder: Path) -> Iterator[WorkerGroup]:
-    """Starts the ranks, which find each other in the empty ``folder``."""
+    """Starts the ranks. They connect through the empty ``folder``."""
     context = multiprocessing.get_context("spawn")
     pipes, ranks = [], []
     for rank in range(RANKS):

@@ -1,8 +1,8 @@
 """Starts scripts of this folder as the ranks of one model, one process for each.
 
-They are forked from one process that has already imported Megatron and the towers of transformers, which saves each
-rank seven seconds. `SERVER.run` starts that process as ``python rank_server.py`` at the first call; tests/conftest.py
-ends it.
+One server process imports Megatron and the towers of transformers and then forks the ranks. This saves seven seconds
+per rank. The first call of `SERVER.run` starts the server as ``python rank_server.py``; tests/conftest.py ends the
+server.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ ROOT = HERE.parents[1]
 
 
 class RankServer:
-    """Runs Python programs, each in a forked process, and returns their exit statuses and standard errors."""
+    """Runs Python programs in forked processes and returns their exit statuses and standard errors."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, programmes: Sequence[Sequence[str]], *, timeout_s: float) -> list[tuple[int, str]]:
-        """Runs all programs at the same time; each is the path of a script or the name of a module, with arguments.
+        """Runs all programs at the same time. A program is the path of a script or the name of a module, with
+        arguments.
 
-        Kills them all and raises TimeoutError if they have not ended after ``timeout_s`` seconds.
+        If some programs still run after ``timeout_s`` seconds, kills all programs and raises TimeoutError.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
@@ -60,7 +61,7 @@ class RankServer:
     def close(self) -> None:
         """Kills the server and its programs."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the group id still belongs to it
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped, so it still has the group id
             self._process.communicate()
             self._process = None
 
@@ -84,8 +85,8 @@ def run_ranks(
 ) -> list[tuple[int, str]]:
     """Runs ``script`` as rank 0, 1, … and returns the exit status and stderr of each.
 
-    Its arguments are <rank> <world size> <port> and the rank's ``arguments``. ``world_size`` is larger than the number
-    of processes if some ranks must never join.
+    The script's arguments are <rank> <world size> <port> and the rank's ``arguments``. If ``world_size`` is larger than
+    the number of processes, some ranks never join.
     """
     port, size = free_port(), world_size or len(arguments)
     programmes = [[str(HERE / script), *map(str, (rank, size, port, *own))] for rank, own in enumerate(arguments)]
@@ -93,7 +94,7 @@ def run_ranks(
 
 
 def run_programme(*words: object, timeout_s: float = 600.0) -> None:
-    """Runs a script of this folder, or a module by its name, with arguments, in the same way as ranks."""
+    """Runs a script of this folder, or a module by name, with arguments, in the same way as ranks."""
     programme = [str(HERE / word) if word.endswith(".py") else word for word in map(str, words)]
     ((status, error),) = SERVER.run([programme], timeout_s=timeout_s)
     assert status == 0, error
@@ -110,7 +111,7 @@ def run_dp_ranks(
 ) -> list[tuple[int, str]]:
     """Runs two data-parallel ranks (dp_rank.py), each for its number of ``steps``.
 
-    The second rank may never join, and a rank with fewer steps leaves the other one alone.
+    The second rank may never join. A rank with fewer steps exits before the other rank ends.
     """
     settings = {"sharded": sharded, "timeout_s": timeout_s, "head": what, "most": max(steps)}
     arguments = [(folder, output, json.dumps({**settings, "steps": own})) for own in steps]
@@ -120,12 +121,12 @@ def run_dp_ranks(
 def run_alone_and_on_two_ranks(
     folder: Path, alone: Callable[[Path], None], rank_main: Callable[[Path, int, int], None]
 ) -> int:
-    """Runs ``alone(folder)``, then ``rank_main(folder, rank, port)`` on two ranks; returns the largest exit code."""
+    """Runs ``alone(folder)``, then ``rank_main(folder, rank, port)`` on two ranks. Returns the largest exit code."""
     import torch
 
     torch.set_num_threads(1)
     port = free_port()
-    fork = multiprocessing.get_context("fork")  # an import takes seconds, so one process runs all layouts
+    fork = multiprocessing.get_context("fork")  # imports take seconds, so one process runs all layouts
     single = fork.Process(target=alone, args=(folder,))
     single.start()
     single.join()
@@ -138,7 +139,7 @@ def run_alone_and_on_two_ranks(
 
 
 def _run(words: list[str], errors: str, folder: str) -> NoReturn:
-    """Runs one program like `python` does, and ends this process."""
+    """Runs one program like `python`, and ends this process."""
     with Path(errors).open("w") as file:
         os.dup2(file.fileno(), 2)
     with Path(os.devnull).open("r+") as nothing:
@@ -158,7 +159,7 @@ def _run(words: list[str], errors: str, folder: str) -> NoReturn:
         traceback.print_exc()
         status = 1
     sys.stderr.flush()
-    os._exit(int(status))  # During an orderly exit the threads of gloo may abort the process.
+    os._exit(int(status))  # During a normal exit gloo's threads may abort the process.
 
 
 def main() -> None:

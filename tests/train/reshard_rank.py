@@ -65,15 +65,15 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
 }
 
 
-# Their towers and layouts are those of "omni" and "hybrid", which `make test` runs.
+# These chains have the same towers and layouts as "omni" and "hybrid", which `make test` runs.
 SLOW = ("sees", "sees_moe", "hybrid_moe")
 
 
 def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) -> None:
-    """Trains a step in each layout, each from the checkpoint of the previous layout.
+    """Trains a step in each layout, starting from the checkpoint of the previous layout.
 
-    <name>-<step> is saved after a step, with its weights. <name>-<step>-again is saved by the next layout directly
-    after it loaded that checkpoint. If there is a checkpoint <name>-alone, the first layout continues from it.
+    After a step, the layout saves <name>-<step> with its weights. The next layout loads this checkpoint and directly
+    saves <name>-<step>-again. If a checkpoint <name>-alone exists, the first layout continues from it.
     """
     model, family, dtype, layouts = CHAINS[name]
     for step, sizes in enumerate(layouts):

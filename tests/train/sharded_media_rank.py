@@ -1,4 +1,4 @@
-"""Runs one rank of multimodal models: with whole towers and equal stages, and with the changes of `CASES`.
+"""Runs one rank of multimodal models: with complete towers and equal stages, and with the changes of `CASES`.
 
 python sharded_media_rank.py <rank> <ranks> <port> <folder of the models>
 """
@@ -26,12 +26,12 @@ from relax_core.train import process_group
 from relax_core.train.micro_batches import pack_tree
 
 SEQUENCE = {"sequence_parallel": True}
-SHARED = {"distributed_optimizer": True}  # whole gradients are then not compared, only the weights
+SHARED = {"distributed_optimizer": True}  # the test then compares only weights, not gradients
 OVERLAP = {**SHARED, "overlap": True}
 DEALT = {"shard_media": True}
 FROZEN = {"frozen": ("vision", "projector")}
 ALL_FROZEN = {"frozen": ("vision", "audio", "projector")}
-# Name: ranks, family, layout, changes of the layout, further arguments of the back end.
+# Name: ranks, family, layout, changes of the layout, further arguments of the backend.
 CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP2": (2, DENSE, {"tp": 2}, DEALT, {}),
     "TP2, SP, overlap": (2, DENSE, {"tp": 2, **SEQUENCE, **OVERLAP}, DEALT, {}),
@@ -53,7 +53,7 @@ EXPORTED = "TP2, SP, PP2, first stage of 2"
 
 
 def passed(backend: Any, group: TokenTree) -> int:
-    """Returns the number of items of a group that pass through this rank's towers."""
+    """Returns how many of a group's items pass through this rank's towers."""
     layout = pack_tree([group], towers=backend._towers)
     rows = backend._sharding.padded(len(layout.token_ids))
     found = None if backend._media is None else backend._media.inputs(layout, padded_rows=rows)

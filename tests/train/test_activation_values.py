@@ -1,4 +1,4 @@
-"""Tests the memory plan's formula for activations against the tensors that autograd saves in Megatron."""
+"""Compares the memory plan's formula for activations with the tensors that autograd saves in Megatron."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str, dtype
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            # Holds the tensor, so that its address is not reused.
+            # Keep a reference to the tensor, because otherwise its address may be reused.
             saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
@@ -39,5 +39,5 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str, dtype
     model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
     layers = len(layout.token_ids) * model.layers * activation_values(model, widened=widened) * size
     final_norm = len(layout.token_ids) * model.hidden * (2 * FLOAT if widened else FLOAT)
-    mask = batch.attention.mask.nbytes  # the stream is small, so attention uses a dense mask
+    mask = batch.attention.mask.nbytes  # attention uses a dense mask for a small stream
     assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + mask, rel=0.03)

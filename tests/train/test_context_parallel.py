@@ -36,7 +36,7 @@ def test_every_row_is_on_one_rank(sizes: tuple[int, int], rows: int) -> None:
 
 @given(st.integers(2, 5), st.integers(1, 20))
 def test_ranks_see_equally_much(ranks: int, chunk: int) -> None:
-    """Under a causal mask, row i attends to i + 1 rows."""
+    """With a causal mask, row i attends to i + 1 rows."""
     padded = 2 * ranks * chunk
     seen = {int((sharding.rows_of_rank(padded) + 1).sum()) for sharding in all_shardings(ranks, 1)}
     assert len(seen) == 1
@@ -52,7 +52,7 @@ def test_owners_own_their_rows(ranks: int, rows: int) -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_tokens_find_back_into_order(owners: list[int]) -> None:
-    """The parity test of cp=2 covers the gather itself; this test covers its indices for any owners."""
+    """The parity test with cp=2 covers the gather itself. This test covers the gather's indices for any owners."""
     ranks, token = 3, torch.arange(len(owners)) + 100
     device = torch.device("cpu")
     row_shardings = [RowSharding(ranks=ranks, rank=rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Tests the critic against a value head on transformers' layers, its updates and its checkpoint."""
+"""Compares the critic with a value head on transformers' layers. Also tests its updates and its checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, groups: list[TokenTree]) -> torch.Tensor:
-    """Computes each sample in its own forward pass: the head on the state before each response token."""
+    """Computes each sample in a separate forward pass: applies the head to the state before each response token."""
     parts = []
     for group in groups:
         prompt = prompt_of(group)
@@ -62,7 +62,7 @@ def column(arrays: list[Any]) -> torch.Tensor:
 
 
 def values_of(critic: Any, groups: list[TokenTree]) -> np.ndarray:
-    """Returns ``[tokens]`` of all groups."""
+    """Returns the values of all groups, ``[tokens]``."""
     return np.concatenate([of_tokens(group, own) for group, own in zip(groups, critic.values(groups), strict=True)])
 
 
@@ -93,7 +93,8 @@ def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) ->
 
 def test_it_learns_the_returns(folder: Path) -> None:
     critic = make_critic(folder, optimizer={"lr": 3e-3})
-    # Each prompt has one sample: first tokens of several samples share a state, so no value fits all their returns.
+    # Each prompt has one sample. The first tokens of several samples would share a state, and no value fits all
+    # returns.
     alone = make_groups([[5], [8], [7], [4]], prompt_lengths=[9, 4, 3, 6])
     for step in range(60):
         values = critic.values(alone)
@@ -107,7 +108,7 @@ def test_it_learns_the_returns(folder: Path) -> None:
 def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
     micro_batches = dp_groups()
     groups = [group for batch in micro_batches for group in batch]
-    # Each sample has a separate sequence with its prompt.
+    # Here each sample has a separate sequence that repeats the prompt.
     alone = [group.take([place]) for group in groups for place in range(len(group.episodes))]
     ways = {"whole": [groups], "split": [*micro_batches, []], "reversed": [groups[::-1]], "packed alone": [alone]}
     results = {}
@@ -120,7 +121,7 @@ def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
         assert metrics.loss == pytest.approx(whole.loss, rel=1e-5), name
         assert metrics.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5), name
         assert (metrics.tokens, metrics.samples) == (whole.tokens, whole.samples)
-        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5, abs=2e-6), name  # rounding near 0
+        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5, abs=2e-6), name  # rounding
         for parameter, tensor in found.items():
             torch.testing.assert_close(tensor, expected[parameter], atol=1e-6, rtol=0, msg=f"{name}: {parameter}")
 
@@ -142,7 +143,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
-    variant = "qwen2"  # has biases and untied weights
+    variant = "qwen2"  # this variant has biases and untied weights
     make_family_model(tmp_path, variant)
     straight = make_critic(tmp_path, family=variant)
     train_step(straight, dp_groups(), step=0)

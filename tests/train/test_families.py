@@ -1,4 +1,4 @@
-"""Tests the weight rules of every family to the bit."""
+"""Tests that the weight rules of every family keep each bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
 
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])
 def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors: int) -> None:
-    """Megatron marks parameters only when it initializes them; our marks must be the same."""
+    """Megatron marks sharded parameters only when it initializes them. Our marks must be equal."""
     from relax_core.train.model.gpt import TreeGPTModel, block_spec, transformer_config
 
     make_family_model(tmp_path, variant)
@@ -54,7 +54,7 @@ def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors:
         for mark in ("tensor_model_parallel", "partition_dim"):
             assert getattr(ours[name], mark, None) == getattr(parameter, mark, None), (name, mark)
         cut += hasattr(parameter, "partition_dim")
-    assert cut == cut_tensors  # each layer has four matrices and a bias; then come the embedding and the output weight
+    assert cut == cut_tensors  # four matrices and a bias per layer, the embedding and the output weight
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine's linear layers hold the norm before them, but routers do not; one module has all experts."""
+    """TransformerEngine's linear layers include the preceding norm; routers do not. One module has all experts."""
     from relax_core.train.model import gpt as specs
 
     norm, mlp = "decoder.layers.3.input_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"

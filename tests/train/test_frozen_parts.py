@@ -1,4 +1,4 @@
-"""Tests `model.freeze` and `optimizer.tower_lr`: frozen parts do not change, and the rest trains as in a full run."""
+"""Tests `model.freeze` and `optimizer.tower_lr`: frozen parts do not change, others train as in a full run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found_in(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_frozen_stays_and_the_rest_trains_as_without(folder: Path, case: str) -> None:
-    """After one step the trained weights equal those of a run without frozen parts."""
+    """After one step the trained weights equal the weights of a run without frozen parts."""
     single = found_in(folder, "single")
     model, frozen = CASES[case]
     expected = math.hypot(*(norm for part, norm in single["norms"][model].items() if part not in frozen))

@@ -56,7 +56,7 @@ def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
 
 
 def test_a_broken_gradient_is_refused_everywhere_with_its_rank(folder: Path, layout: str) -> None:
-    """With overlap, the gradient is checked after it has reached the other ranks."""
+    """With overlap, the check of a gradient comes after the other ranks have received the gradient."""
     ranks = "[0, 1]" if "overlap" in layout else "[1]"
     first, second = (seen["broken"] for seen in of_both_ranks(folder, layout))
     assert first == second, "the ranks name different tensors"

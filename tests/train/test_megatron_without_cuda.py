@@ -1,4 +1,4 @@
-"""Tests the device loader without CUDA: patched source, its cache, and several processes at once."""
+"""Tests the device loader without CUDA: the patched source, its cache, and several processes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that micro-batches do not depend on leases, lose nothing, stay within the budget and balance the ranks."""
+"""Tests that micro-batches are independent of leases, lose no rows, stay within the budget and balance the ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from relax_core.train.megatron_rank import micro_batch_totals
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree, piece_of, split_over_ranks
 from tests.trees import answer_ids, answers_tree, of_tokens, path_of, prompt_of, random_tree, with_tokens
 
-Spans = list[tuple[int, int]]  # each span is (tokens, version)
+Spans = list[tuple[int, int]]  # each item is (tokens, version)
 
 
 def group(*samples: Spans, mask: list[int] | None = None) -> TokenTree:
-    """Makes samples of these spans; token ids are 100 times the sample's index and up. ``mask`` covers all tokens."""
+    """Makes samples of these spans. The token ids of sample i start at 100 i. ``mask`` covers all tokens."""
     lengths = [sum(tokens for tokens, _ in spans) for spans in samples]
     return answers_tree(
         "g",
@@ -94,7 +94,7 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
             [(3, 1)],
             [(1, 3)],
             [(1, 2), (1, 3)],
-            # The last sample's new token is not trained, so no trained token remains.
+            # The new token of the last sample is not trained, so no trained token remains.
             mask=[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0],
         )
     )
@@ -104,7 +104,7 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
 
 
 def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
-    """Compares with brute force on random trees, whose episodes share sampled rows and have several segments."""
+    """Compares with brute force on random trees. Their episodes share sampled rows and have several segments."""
     for seed in range(20):
         tree = random_tree(np.random.default_rng(seed), uid="g", roots=2)
         tree = replace(tree, extras={})
@@ -135,7 +135,7 @@ def test_a_forward_pass_needs_no_more_than_its_columns() -> None:
 
 
 def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
-    """With rollout.mask_off_policy it trains with its newest version, but its KV cache began with an older version."""
+    """With rollout.mask_off_policy only new tokens train, but the sample's KV cache began with older weights."""
     leased = row(group([(2, 4), (1, 5)], [(2, 5)], mask=[0, 0, 1, 1, 1]))
     assert leased.versions == [5, 5]
     tree, masked = decode_train_tree(leased, step=5, oldest_version=5)
@@ -152,12 +152,12 @@ def test_a_column_of_another_number_of_rows_is_refused_with_its_group(column: st
 
 
 def group_of(place: int, *tokens: int, prompt: int = 1) -> TokenTree:
-    """Makes a group with one answer for each number in ``tokens``; the last token of an answer is not computed."""
+    """Makes a group with one answer for each number in ``tokens``. The last token of an answer has no computed row."""
     return answers_tree(f"g{place}", np.zeros(prompt), tokens, np.zeros(sum(tokens)))
 
 
 def names(batches: list[list[TokenTree]]) -> list[list[str]]:
-    """Returns a group's uid if the group is whole, and otherwise its episodes' uids."""
+    """Returns for each tree the group's uid if the group is complete, and otherwise the uids of its episodes."""
     return [
         [
             uid
@@ -199,11 +199,11 @@ def batches_of(found: list[TokenTree], cuts: list[int], budget: int, ranks: int)
     return [*batches, batcher.flush()]
 
 
-Paths = list[set[tuple[str, int]]]  # for each episode in order: the (group, row) pairs that it needs computed
+Paths = list[set[tuple[str, int]]]  # for each episode in order: the (group, row) pairs to compute
 
 
 def paths_of(trees: list[TokenTree]) -> Paths:
-    """Returns all rows on the way to a leaf except the leaf itself, by the definition of ``end``."""
+    """Returns for each episode all rows on the paths to its leaves except the leaves, by the definition of ``end``."""
     return [
         {(tree.group_uid, int(row)) for leaf in episode.leaves for row in path_of(tree, leaf)[:-1]}
         for tree in trees
@@ -256,14 +256,14 @@ def test_a_batch_is_closed_only_where_the_next_tree_or_episode_would_not_fit(
     tree_of = {tree.episodes[0].uid: tree for tree in found}
     for batch, following in pairwise(uids):
         assert batch
-        if following:  # the last micro-batch is empty if there was nothing to add
+        if following:  # the last micro-batch is empty if no row was left
             first = following[0]
             more = [episode.uid for episode in tree_of[first].episodes] if first in tree_of else [first]
             assert bins_needed([by_uid[uid] for uid in [*batch, *more]], budget) > ranks
 
 
 def bins_needed(paths: Paths, budget: int) -> int:
-    """Returns the fewest ranks that these episodes need in order; an episode above the budget gets a separate rank."""
+    """Returns how many ranks these episodes need in order. An episode above the budget gets a separate rank."""
     bins, own = 1, Paths()
     for path in paths:
         if own and load([*own, path]) > budget:
@@ -275,19 +275,19 @@ def bins_needed(paths: Paths, budget: int) -> int:
 def test_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([4, 6, 1, 20, 3, 3])]
     assert names(batches_of(found, [2], 10, 1)) == [["g0", "g1"], ["g2"], ["g3"], ["g4", "g5"]]
-    # Two ranks take 4 + 6 | 1, and then no rank is free for 20. Next they take 20 | 3 + 3, because 20 needs a separate
-    # rank.
+    # In the first micro-batch, two ranks take 4 + 6 | 1, and no rank is free for 20. In the second, they take 20 | 3 +
+    # 3, because 20 needs a separate rank.
     assert names(batches_of(found, [2], 10, 2)) == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
 def test_a_group_that_is_larger_than_the_budget_is_cut_by_episodes() -> None:
-    """A trunk of 6 rows has answers of 5 computed rows, the last one of 1; a micro-batch of 16 holds two of them."""
+    """A prompt of 6 rows has four answers of 5 computed rows and one of 1. Two answers fit into 16 rows."""
     big = group_of(1, 6, 6, 6, 6, 2, prompt=6)
     batches = batches_of([group_of(0, 3), big, group_of(2, 4)], [], 16, 1)
     assert names(batches) == [["g0"], ["g1.0", "g1.1"], ["g1.2", "g1.3"], ["g1.4", "g2"]]
     assert [[tree.computed_rows for tree in batch] for batch in batches] == [[3], [16], [16], [7, 4]]
     assert [tree.counts_group for batch in batches for tree in batch] == [True, True, False, False, True]
-    # Two ranks take 4 answers at a time, as evenly as their order allows.
+    # Two ranks take 4 answers at a time and split them as evenly as the order allows.
     batches = batches_of([big], [], 16, 2)
     assert names(batches) == [["g1.0", "g1.1", "g1.2", "g1.3"], ["g1.4"]]
     assert names(split_over_ranks(batches[0], 2)) == [["g1.0", "g1.1"], ["g1.2", "g1.3"]]
@@ -302,7 +302,7 @@ def test_the_first_piece_with_a_trained_row_counts_as_the_group() -> None:
 
 
 def test_no_rank_gets_more_than_the_budget() -> None:
-    """195 rows would fit two ranks of 100, but not when they are split between episodes."""
+    """195 rows would fit two ranks of 100, but no split between two episodes fits."""
     found = [group_of(place, tokens) for place, tokens in enumerate([70, 65, 60])]
     assert names(batches_of(found, [], 100, 2)) == [["g0", "g1"], ["g2"]]
 
@@ -322,7 +322,7 @@ def test_a_split_loses_nothing_keeps_the_order_and_its_largest_share_is_minimal(
     if not count:
         return
     loads = {(first, behind): load(paths[first:behind]) for first in range(count) for behind in range(first, count + 1)}
-    # Bounds the largest share of this many episodes.
+    # The minimal largest share, by number of episodes.
     least = [0, *(loads[0, behind] for behind in range(1, count + 1))]
     for _ in range(ranks - 1):
         least = [
@@ -341,7 +341,7 @@ def test_a_split_by_hand() -> None:
 
 
 def test_pieces_tell_which_rows_others_have_too() -> None:
-    """A prompt of 3 with four answers of 2 is split into pieces, and each row is new in exactly one piece."""
+    """A prompt of 3 rows with four answers of 2 is split into pieces. Each row is new in exactly one piece."""
     (tree,) = [answers_tree("g", np.zeros(3), [2] * 4, np.zeros(8))]
     first, second, third = (piece_of(tree, *ends) for ends in ((0, 1), (1, 3), (3, 4)))
     assert first.extras["repeated"].tolist() == [False] * 5

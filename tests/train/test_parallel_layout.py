@@ -1,4 +1,4 @@
-"""Tests coordinates of ranks against Megatron, and that each error names the key, the value and a working fix."""
+"""Compares the coordinates of ranks with Megatron. Tests that each error names the key, the value and a working fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {"tp": 4, "pp": 3, "cp": 3, "dp": 3, "ep": 6, "etp": 3}
 
 
 def layout(*, sequence_parallel: bool | None = None, **sizes: int) -> ParallelConfig:
-    """Makes a layout, with sequence parallelism if possible and not set explicitly."""
+    """Makes a layout. By default it has sequence parallelism if possible."""
     if sequence_parallel is None:
         sequence_parallel = sizes.get("tp", 1) > 1
     whole = dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep", "etp"), 1) | sizes
@@ -187,7 +187,7 @@ def test_a_fault_names_key_value_and_fix(sizes: dict[str, int], text: str) -> No
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("key", ["tp", "pp", "ep", "etp"])
 def test_every_size_that_a_fix_names_divides_all_of_the_model(key: str, size: int) -> None:
-    """The shape has 9 heads and 3 key-value heads, as SmolLM2-135M has; its first 3 of 30 layers add a tower's rows."""
+    """The shape has 9 heads and 3 key-value heads, like SmolLM2-135M. The first 3 of 30 layers add a tower's rows."""
     shape = LayoutShape(
         layers=30,
         heads=9,

@@ -1,4 +1,4 @@
-"""Tests against transformers and torch.optim.AdamW in float32 on a full batch, sequence by sequence without packing."""
+"""Compares with transformers and torch.optim.AdamW in float32 on a full batch, sequence by sequence without packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=
 
 
 def reference_logprobs(model: Any, groups: list[TokenTree], *, temperature: float = 1.0) -> torch.Tensor:
-    """Returns log-probs of all response tokens, each sample in its own forward pass."""
+    """Returns log-probs of all response tokens. Computes each sample in a separate forward pass."""
     parts = []
     for group in groups:
         prompt = prompt_of(group)
@@ -60,7 +60,7 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
 
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
 def test_logits_match(tmp_path: Path, variant: str) -> None:
-    """A prompt with a one-token response is a plain sequence; its hidden states give the model's logits."""
+    """A prompt with a one-token response is a plain sequence. Its hidden states give the model's logits."""
     from relax_core.train.micro_batches import pack_tree
     from relax_core.train.model.tree_attention import TreeBatch
 
@@ -88,7 +88,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
     )
     matrices = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    # With a tiny epsilon Adam's first step is lr * sign(gradient), which magnifies rounding of a near-zero gradient.
+    # With a tiny epsilon Adam's first step is lr * sign(gradient), and rounding changes the sign of a tiny gradient.
     reference = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
         lr=1e-3,
@@ -111,7 +111,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # see test_moe.py
 def test_gradients_match(tmp_path: Path, variant: str) -> None:
-    """Gradients are compared as HF tensors; the tied output weight is used outside the model's forward pass."""
+    """Compares gradients as HF tensors. The tied output weight is also used outside the model's forward pass."""
     from relax_core.train.hf.hf_weights import HfWeights
 
     model = make_family_model(tmp_path, variant)

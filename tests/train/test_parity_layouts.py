@@ -1,4 +1,4 @@
-"""Rows of docs/parity.md: two train steps in a layout against the single process, and the latter against Hugging Face.
+"""Tests rows of docs/parity.md: two train steps of a layout against a single process, and of this against Hugging Face.
 
 `make test` covers each kind of parallelism and their combinations once; `make test-soak` covers every row.
 """

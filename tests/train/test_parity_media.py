@@ -1,10 +1,11 @@
-"""Tests multimodal models against Hugging Face, and some layouts of docs/parity_media.md against the single process.
+"""Compares multimodal models with Hugging Face, and some layouts of docs/parity_media.md with the single process.
 
 `make test` compares each family with Hugging Face in the case that combines images of many sizes, videos, audio,
-branches and text; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
+branches and text; `make test-soak` also compares each of these features separately, and long chunks of gated delta
+nets.
 
-Each case trains three steps. The last group of the second step is text: in this step the overlapped reduction of
-gradients fails, unless the tower also runs for text, with weight zero.
+Each case trains three steps. The last group of the second step is text. In this step the overlapped reduction of
+gradients fails unless the tower also runs for text, with weight zero.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.parity_media import CASES, HYBRID, HYBRID_CASES, HYBRID_EXPERTS
 from benchmarks.parity_omni import OMNI, OMNI_CASES
 from tests.train.rank_server import run_programme
 
-# Each family of these layouts is also compared with Hugging Face.
+# The tests also compare each family of these layouts with Hugging Face.
 QUICK = (
     "DP2, distributed optimizer, overlap",
     "PP2, VPP2",
@@ -29,7 +30,8 @@ QUICK = (
 )
 CASES_OF_QUICK = ("mixed", "video with its sound")
 SLOW = ("Omni: TP2, SP, PP2, VPP2", "qwen3_5: PP2, VPP2", "qwen3_5: TP2, SP, CP2, EP2")
-# The gradient of the first layer's decay in the case "one image" differs by 2.2e-5; both sides use the recurrent rule.
+# In the case "one image" the gradient of the first layer's decay differs by 2.2e-5, although both use the recurrent
+# rule.
 DECAY_REACH = 5e-5
 _OF_FAMILY = {OMNI: OMNI_CASES, HYBRID: HYBRID_CASES, HYBRID_EXPERTS: HYBRID_CASES}
 Figures = dict[tuple[str, str], dict[str, float]]
@@ -37,7 +39,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds layouts, and the cases in which their families are compared with Hugging Face; empty means all cases."""
+    """Holds layouts, and the cases that compare their families with Hugging Face. Empty means all cases."""
 
     names: tuple[str, ...]
     cases: tuple[str, ...] = ()

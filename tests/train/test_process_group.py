@@ -1,4 +1,4 @@
-"""Tests a rank after it has joined: a store that is not open to the network, and seeded random streams."""
+"""Tests a rank that has joined: its store is closed to the network, and its random streams are seeded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ for table in ("tcp", "tcp6"):
 
 @pytest.fixture(scope="module", params=[os.getuid(), NOBODY], ids=["this user", "nobody"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Returns the words of each line that a rank printed. Some kernels let only root filter a socket."""
+    """Returns the words of each line that a rank printed. On some kernels only root may filter a socket."""
     prefix, home = [], tmp_path_factory.mktemp("home")
     if request.param != os.getuid():
         if os.getuid() != 0 or shutil.which("setpriv") is None:

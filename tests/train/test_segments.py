@@ -1,6 +1,6 @@
-"""Tests that an episode that is cut into segments with equal contexts trains like the whole episode.
+"""Tests that an episode cut into segments with equal contexts trains like the complete episode.
 
-`test_layout_ranks.py` trains trees whose episodes have several segments in layouts of several ranks.
+`test_layout_ranks.py` trains episodes of several segments on several ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relax_core.train.micro_batches import MicroBatcher
 from tests.trees import with_tokens
 
 REACH = 1e-6
-OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch, which has other episodes if they are cut
+OF_MICRO_BATCHES = ("ratio_low", "ratio_high")  # quantiles of a micro-batch; cut episodes change the micro-batches
 ACTOR_FWD = {"old_logprobs": "actor_fwd", "correction_low": 0.5}
 LENGTH = {"norm_length": 12.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,12 +54,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-BUDGET_ROWS = 70  # the rows of a micro-batch, which splits a group of cut episodes
+BUDGET_ROWS = 70  # rows of a micro-batch; this budget splits a group of cut episodes
 TOP_K = 3
 
 
 class Chosen:
-    """Switches between the algorithms of `CASES`, so that one back end trains with all of them."""
+    """Switches between the algorithms of `CASES`, so one backend trains with all algorithms."""
 
     def __init__(self) -> None:
         self.spec: AlgorithmSpec = find_algorithm("grpo")
@@ -83,7 +83,7 @@ class Chosen:
 
 
 class _Rows:
-    """Collects the rows of a group, chain by chain, depth first; each chain follows the prompt."""
+    """Collects the rows of a group, chain by chain, depth first. Each chain follows the prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.token_ids, self.sampled = list(prompt), [False] * len(prompt)
@@ -91,7 +91,7 @@ class _Rows:
         self.ends: list[int]
 
     def add(self, parts: Sequence[tuple[list[int], bool]]) -> list[tuple[int, int]]:
-        """Adds a chain of these parts, sampled or not, and returns the rows of the sampled parts."""
+        """Adds a chain of sampled and other parts, and returns the rows of the sampled parts."""
         turns = []
         for ids, sampled in parts:
             first = len(self.token_ids)
@@ -117,9 +117,9 @@ class _Rows:
 
 
 def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenTree]:
-    """Returns a group of episodes with one segment each, and the same group with most of them cut into several.
+    """Returns a group of episodes with one segment each, and the same group with most episodes cut into segments.
 
-    A later segment repeats earlier sampled tokens as context, which is not trained there.
+    A later segment repeats earlier sampled tokens as context and does not train them again.
     """
 
     def some(most: int) -> list[int]:
@@ -151,7 +151,7 @@ def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenT
         whole_episodes.append(episode(spans, [spans[-1][1] - 1]))
         spans, leaves, done = [], [], 0
         while done < count:
-            until = int(random.integers(done + 1, count + 1)) if place else count  # the first episode stays whole
+            until = int(random.integers(done + 1, count + 1)) if place else count  # the first episode is not cut
             context = [(ids, False) for ids, _ in parts[: max(0, 2 * done)]]
             spans += cut.add([*context, *parts[2 * done : 2 * until - 1]])
             leaves.append(spans[-1][1] - 1)
@@ -164,14 +164,14 @@ def make_group(random: np.random.Generator, uid: str) -> tuple[TokenTree, TokenT
 
 
 def make_groups() -> tuple[list[TokenTree], list[TokenTree]]:
-    """Returns three groups, whole and cut."""
+    """Returns three groups uncut, and the same groups cut."""
     random = np.random.default_rng(5)
     pairs = [make_group(random, f"g{place}") for place in range(3)]
     return [whole for whole, _ in pairs], [cut for _, cut in pairs]
 
 
 def with_columns(trees: Sequence[TokenTree], logprobs: np.ndarray, case: str, chosen: Chosen) -> list[TokenTree]:
-    """Returns the groups of a train step for a case; ``logprobs`` ``[tokens of all groups]`` are the model's own."""
+    """Returns the groups of a train step for a case. ``logprobs`` of the model: ``[tokens of all groups]``."""
     random = np.random.default_rng(6)
     found = []
     for tree, own in zip(
@@ -217,7 +217,7 @@ def test_segments_do_not_change_advantages(case: str) -> None:
 
 
 def test_segments_change_neither_loss_nor_gradient(tmp_path: Path) -> None:
-    """The learning rate is 0, so that all cases have the same weights."""
+    """The learning rate is 0, so all cases have the same weights."""
     make_model(tmp_path)
     whole, cut = make_groups()
     chosen = Chosen()

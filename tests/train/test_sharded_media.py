@@ -1,4 +1,4 @@
-"""Tests `parallel.shard_media` and `parallel.first_stage_layers` against whole towers and equal stages."""
+"""Compares `parallel.shard_media` and `parallel.first_stage_layers` with complete towers and equal stages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_item_passes_the_towers_of_one_rank(seen: Seen) -> None:
         _, family, layout, changed, _ = CASES[name]
         if not changed.get("shard_media"):
             continue
-        first_replica = of_ranks[: layout.get("tp", 1) * layout.get("cp", 1)]  # the ranks of the first stage
+        first_replica = of_ranks[: layout.get("tp", 1) * layout.get("cp", 1)]  # ranks of the first stage
         items, passed = of_ranks[0]["items"], [rank["passed"] for rank in first_replica]
         for count, counts in zip(items, zip(*passed, strict=True), strict=True):
             assert sum(counts) == count and min(counts) >= (count >= len(counts)), name

@@ -1,4 +1,4 @@
-"""Tests inputs that must not change a train step, and faults that must stop it."""
+"""Tests inputs that must not change a train step, and faults that must stop a train step."""
 
 from __future__ import annotations
 
@@ -101,19 +101,19 @@ def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
     ],
 )
 def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -> None:
-    """Megatron holds query, key and value in one parameter, and gate and up in another."""
+    """Megatron stores query, key and value in one parameter, and gate and up in one parameter."""
     backend = make_backend(folder)
     backend.begin_step(4)
     backend.accumulate(make_groups([[3]], prompt_lengths=[5]))
     for _, tensor_name, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
-        if tensor_name in (name, "model.norm.weight"):  # a later tensor is not finite, either
+        if tensor_name in (name, "model.norm.weight"):  # a later tensor also contains non-finite numbers
             gradient[(-1,) * gradient.ndim] = math.inf
     with pytest.raises(FloatingPointError, match=rf"train step 4: .*; the first such tensor is {name};"):
         backend.finish_step()
 
 
 def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
-    """The step ends even if all gradients are finite."""
+    """The step fails even if all gradients are finite."""
 
     def endless(inputs: LossInputs, config: Any) -> LossOutputs:
         return LossOutputs(loss_sum=inputs.logprobs.sum() + math.inf)
@@ -125,12 +125,12 @@ def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_update_that_breaks_the_weights_ends_before_they_are_published(folder: Path, overlap: bool) -> None:
-    """With overlap, ranks have an update's weights only when they are read."""
+    """With overlap, ranks gather an update's weights only at the next read of the weights."""
     parallel = parallel_config(distributed_optimizer=overlap, overlap=overlap)
     groups = [make_groups([[3]], prompt_lengths=[5])]
     huge = make_backend(folder, optimizer={"lr": 1e37}, parallel=parallel)
     train_step(huge, groups)
-    # This step makes huge weights, but they are finite, so it is not refused.
+    # This step makes huge but finite weights, so it is not refused.
     assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36
     backend = make_backend(folder, optimizer={"lr": 1e30, "weight_decay": 1e10}, parallel=parallel)
     message = (
@@ -183,7 +183,7 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
 
 
 def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(folder: Path) -> None:
-    """Compares with the full distribution of the model that made the folder."""
+    """Compares with the full distribution of the model in the folder."""
     seen: list[LossInputs] = []
 
     def loss(inputs: LossInputs, config: Any) -> LossOutputs:
@@ -254,7 +254,7 @@ def test_a_schedule_that_goes_down_ends_where_it_says() -> None:
 
 
 def test_bfloat16_trains(folder: Path) -> None:
-    """Log-probs are close to float32's, and an update of the float32 copy changes the bfloat16 weights."""
+    """Log-probs are close to float32 log-probs, and an update of the float32 copy changes the bfloat16 weights."""
     plain, half = make_backend(folder), make_backend(folder, dtype="bfloat16")
     groups = dp_groups()[0]
     np.testing.assert_allclose(
@@ -270,7 +270,7 @@ def test_bfloat16_trains(folder: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_updates_smaller_than_a_step_of_bfloat16_are_not_lost(folder: Path, sharded: bool) -> None:
-    """Over all weights, the first update has the same size as in float32, because the folder is float32."""
+    """Summed over all weights, the first update has the same size as in float32, because the folder is float32."""
     groups = [make_groups([[6, 4]], prompt_lengths=[5])]
     moved = {}
     for dtype in ("float32", "bfloat16"):

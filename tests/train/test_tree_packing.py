@@ -1,4 +1,4 @@
-"""Tests the trainer's packed stream by hand, and random trees against their single paths in transformers."""
+"""Tests the trainer's packed stream by hand. Compares random trees with their single paths in transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def image(name: str, height: int, width: int) -> MediaItem:
 
 
 def tree(uid: str, *answers: int, items: list[MediaItem], last: list[MediaItem] | None = None) -> TokenTree:
-    """Makes a prompt with a token before each item and one at the end; ``last`` items end the last answer."""
+    """Makes a prompt with a token before each item and a token at the end. ``last`` items end the last answer."""
     prompt, media = list[int](), list[Media]()
     for item in items:
         prompt.append(1)
@@ -76,12 +76,12 @@ def tree(uid: str, *answers: int, items: list[MediaItem], last: list[MediaItem] 
 
 
 def always(rows: float) -> Callable[[MediaItem], float]:
-    """Returns tower work in which every item counts as ``rows``."""
+    """Returns tower work that counts ``rows`` for every item."""
     return lambda item: rows
 
 
 def entries(layout: TreeLayout) -> list[tuple[int, str, int]]:
-    """Returns the row, the item and the number of the feature within the item of each entry."""
+    """Returns for each entry the row, the item and the index of the feature in the item."""
     assert layout.media is not None
     owners = [(item.digest, number) for item in layout.media.items for number in range(item.rows)]
     features, rows = layout.media.features.tolist(), layout.media.rows.tolist()
@@ -90,14 +90,15 @@ def entries(layout: TreeLayout) -> list[tuple[int, str, int]]:
 
 def test_every_computed_row_of_an_item_gets_its_feature_and_an_item_is_there_once() -> None:
     small, large = image("small", 1, 2), image("large", 2, 2)
-    # Rows: 1 small small 1 large×4 1 | 2 2 small small, whose last row ends its branch | 1 small small 1 | 2.
+    # Rows: 1 small small 1 large×4 1 | 2 2 small small (this row ends its branch) | 1 small small 1 | 2.
     layout = pack_tree(
         [tree("a", 1, 1, items=[small, large], last=[small]), tree("b", 2, items=[small])], towers=Towers(vision=TOWER)
     )
     assert layout.media is not None
     assert [item.digest for item in layout.media.items] == ["small", "large"]
     expected = [(1, "small", 0), (2, "small", 1), *((4 + number, "large", number) for number in range(4))]
-    # The first answer has one token, so it has no computed row; the second has its token and all but one image row.
+    # The first answer has one token, so it has no computed row. The second answer has its token and all image rows but
+    # one.
     expected += [(10, "small", 0), (12, "small", 0), (13, "small", 1)]
     assert entries(layout) == expected
     assert (layout.token_ids[layout.media.rows] == IMAGE).all()
@@ -155,7 +156,7 @@ def test_equal_images_of_a_micro_batch_count_once_on_one_rank(ranks: int) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_micro_batch_ends_where_rows_and_the_towers_work_reach_the_budget(ranks: int) -> None:
-    """Three trees of 7 rows fit into 24; with the tower's work of 5.6 rows each, rounded, only one does."""
+    """Three trees of 7 rows fit into 24 rows. With the tower's work of 5.6 rows per tree, only one tree fits."""
     found = [tree(f"g{place}", 2, items=[image(f"image {place}", 2, 2)]) for place in range(6)]
     for rows, expected in ((0.0, 3 * ranks), (5.6, ranks)):
         batcher = MicroBatcher(24, ranks=ranks, tower=TowerWork(rows=always(rows)))
@@ -235,12 +236,12 @@ def test_a_sampled_row_of_two_episodes_is_predicted_once_and_is_a_token_of_each(
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 3), roots=st.integers(1, 3))
 def test_rows_are_what_the_contract_says(seed: int, count: int, roots: int) -> None:
-    """Visibility follows from ``end`` in each tree and in the stream alike."""
+    """Visibility follows from ``end``, in each tree and in the stream."""
     random = np.random.default_rng(seed)
     trees = [random_tree(random, roots=roots) for _ in range(count)]
     layout = pack_tree(trees)
     assert len(layout.token_ids) == len(layout.end) == sum(tree.computed_rows for tree in trees)
-    stream: list[tuple[int, int]] = []  # the tree and its row for each row of the stream
+    stream: list[tuple[int, int]] = []  # for each row of the stream: its tree and its row in the tree
     for place, tree in enumerate(trees):
         paths = [path_of(tree, row) for row in range(tree.rows)]
         parents = {int(path[-2]) for path in paths if len(path) > 1}
@@ -269,7 +270,7 @@ def backend(model: tuple[Path, Any]) -> Any:
 
 
 def logprobs_of_paths(model: Any, tree: TokenTree) -> dict[int, torch.Tensor]:
-    """Returns each sampled row's log-prob by a forward pass of its path alone, with gradient."""
+    """Returns the log-prob of each sampled row, with gradient. Computes each path in a separate forward pass."""
     found: dict[int, torch.Tensor] = {}
     for leaf in (leaf for episode in tree.episodes for leaf in episode.leaves):
         rows = path_of(tree, leaf)
@@ -307,7 +308,7 @@ def test_a_tree_that_is_cut_into_micro_batches_has_the_same_log_probs(model: tup
 
 
 def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
-    """Sums PPO's clip over the (episode, sampled row) pairs, computed by definition."""
+    """Sums PPO's clipped loss over the (episode, sampled row) pairs, by its definition."""
     logprobs = logprobs_of_paths(model, tree)
     pairs = [
         (place, row)
@@ -332,7 +333,7 @@ def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trainer(model: tuple[Path, Any]) -> tuple[Any, list[StepTotals]]:
-    """Returns a back end whose updates change nothing, and the totals of its updates."""
+    """Returns a backend with updates that change nothing, and the totals of its updates."""
     seen: list[StepTotals] = []
 
     def tokens(totals: StepTotals, config: Any) -> float:
@@ -348,7 +349,7 @@ def trainer(model: tuple[Path, Any]) -> tuple[Any, list[StepTotals]]:
 def test_loss_and_gradients_of_a_cut_tree_are_those_of_its_paths(
     model: tuple[Path, Any], trainer: tuple[Any, list[StepTotals]], seed: int, roots: int, pieces: int
 ) -> None:
-    """A row that two episodes share counts once for each, in whichever micro-batches they are."""
+    """A row that two episodes share counts twice, even if the episodes are in different micro-batches."""
     backend, totals = trainer
     tree = random_tree(np.random.default_rng(seed), roots=roots, vocabulary=VOCABULARY)
     cuts = [part.tolist() for part in np.array_split(np.arange(len(tree.episodes)), pieces) if len(part)]
@@ -369,7 +370,7 @@ def test_loss_and_gradients_of_a_cut_tree_are_those_of_its_paths(
     metrics = backend.finish_step()
     assert metrics.loss == pytest.approx(expected.item(), abs=1e-5)
     assert (metrics.tokens, metrics.samples) == (sum(trained), sum(map(bool, trained)))
-    # `take` counts none of its pieces as a group; see test_micro_batches.py.
+    # `take` counts no piece of this group as a group; see test_micro_batches.py.
     assert totals[-1].groups == (len(cuts) == 1)
     for name, parameter in model[1].named_parameters():
         scale = max(1.0, float(parameter.grad.abs().max()))
@@ -377,7 +378,7 @@ def test_loss_and_gradients_of_a_cut_tree_are_those_of_its_paths(
 
 
 def test_a_long_prompt(backend: Any) -> None:
-    """The prompt is longer than the first rotary table and than every other group's line."""
+    """The prompt is longer than the first rotary table and longer than every path of the other groups."""
     long, short = make_groups([[4, 2], [3, 3]], prompt_lengths=[700, 5])
     together = backend.logprobs([long, short])
     np.testing.assert_allclose(together[0], backend.logprobs([long])[0], atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""Tests several updates per train step against the same updates made one by one."""
+"""Compares several updates in one train step with the same updates in separate steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from relax_core.train.micro_batches import (
 
 
 def work(seconds: float) -> None:
-    """Computes until it has used this much processor time."""
+    """Computes until this thread has used this much processor time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -64,7 +64,7 @@ def test_threads_that_share_one_core_wait_for_it() -> None:
     def compete() -> None:
         os.sched_setaffinity(0, {core})
         before, began = core_wait_s(), time.perf_counter()
-        for _ in range(40):  # a thread that holds the GIL keeps the others from being ready
+        for _ in range(40):  # while a thread holds the GIL, the other threads are not ready
             sum(bytes(2**20))
             os.urandom(2**22)
         waited.append((core_wait_s() - before, time.perf_counter() - began))
@@ -83,7 +83,7 @@ def test_threads_that_share_one_core_wait_for_it() -> None:
 GROUPS = make_groups(
     [[5, 1, 8], [7, 2], [3, 3, 3, 3], [9], [4, 4], [6, 1]], prompt_lengths=[9, 4, 12, 6, 5, 5], masked=0.2
 )
-BUDGET = 30  # the token rows of one or two of the groups
+BUDGET = 30  # token rows of a micro-batch: one or two groups
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Together:
-    """A policy and optionally its critic in one process."""
+    """Trains a policy, and optionally a critic, in one process."""
 
     def __init__(self, policy: Any, critic: Any | None = None) -> None:
         self.policy, self.critic = policy, critic
@@ -134,7 +134,7 @@ def run(
     seed: int = 0,
     skips: bool = False,
 ) -> StepResult:
-    """Runs a step; ``pieces`` are the numbers of groups that arrive together."""
+    """Runs a step. ``pieces`` are the numbers of groups that arrive together."""
     plan = UpdatePlan(
         groups=len(groups),
         mini_batches=mini_batches,
@@ -187,7 +187,7 @@ def test_mini_batches_are_parts_in_order_of_arrival(folder: Path) -> None:
 
 
 def test_it_tells_when_the_weights_are_between_two_steps(folder: Path) -> None:
-    """A stop may end a step only before its first update."""
+    """A stop request may end a step only before the step's first update."""
     trainer = Together(make_backend(folder))
     plan = UpdatePlan(groups=len(GROUPS), mini_batches=3, epochs=1, budget_tokens=BUDGET, ranks=1, seed=0)
     updates = StepUpdates(trainer, plan, step=0)
@@ -216,7 +216,7 @@ def test_later_epochs_are_shuffled_by_seed_step_and_epoch(folder: Path) -> None:
 
 
 def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
-    """The first update is on policy and has ratio 1; the second sees the change of the first."""
+    """The first update is on-policy and has ratio 1. The second update's ratio shows the change by the first update."""
     backend = make_backend(folder, optimizer={"lr": 1e-2})
     logprobs = backend.logprobs(GROUPS)
     groups = [dataclasses.replace(g, logprobs=own) for g, own in zip(GROUPS, logprobs, strict=True)]
@@ -231,7 +231,7 @@ def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
     result = run(Watched(backend), groups, epochs=2)
     assert seen[0] == pytest.approx(1.0, abs=1e-6) and abs(seen[1] - 1.0) > 1e-3
     assert result.metrics.policy.algorithm["ratio"] == pytest.approx((seen[0] + seen[1]) / 2)
-    # The engine's log-probs are those of the first update's weights, so the second update is not compared with them.
+    # The engine's log-probs belong to the weights before the first update, so only this update is compared with them.
     assert result.metrics.policy.logprob_gap_max < 1e-5
 
 
@@ -269,7 +269,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 
 def test_groups_without_advantage_are_counted_and_not_computed(folder: Path) -> None:
-    """The gradient is the same sum over the same denominator; a small epsilon of Adam would enlarge rounding errors."""
+    """The gradient is the same sum over the same denominator. A small epsilon of Adam would enlarge rounding errors."""
     groups = [without_advantage(group) if index in (1, 2, 4) else group for index, group in enumerate(GROUPS)]
     trainer, whole = (Together(make_backend(folder, optimizer={"eps": 1e-3})) for _ in range(2))
     found, expected = run(trainer, groups, skips=True, pieces=(2, 4)), run(whole, groups, pieces=(6,))
@@ -284,7 +284,7 @@ def test_groups_without_advantage_are_counted_and_not_computed(folder: Path) -> 
 
 
 def test_an_update_without_any_advantage_computes_one_group(folder: Path) -> None:
-    """Adam's momentum moves the weights as if all groups were computed; the computed group is not masked."""
+    """Adam's momentum moves the weights as if all groups were computed. The computed group has unmasked tokens."""
     groups = [masked(GROUPS[0]), *map(without_advantage, GROUPS[1:3]), *GROUPS[3:]]
     trainer, whole = (Together(make_backend(folder, optimizer={"eps": 1e-3})) for _ in range(2))
     for step in (0, 1):
@@ -327,7 +327,7 @@ def test_metrics_over_updates_by_hand() -> None:
 
 
 def test_metrics_over_updates_weigh_what_was_computed_and_not_what_was_skipped() -> None:
-    """Each update has 100 trained tokens. The first computes one of them, the second all but its first."""
+    """Each update has 100 trained tokens. The first update computes one token, the second update all but one token."""
     values = [Fraction(1, 2)], [Fraction(0)] * 99
     updates = [
         StepMetrics(

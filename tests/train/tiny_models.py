@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
 def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) -> Any:
     """Writes a Qwen3 to a folder and returns it, or a Qwen3-MoE if ``sizes`` has ``num_experts``.
 
-    ``sizes`` are keys of the model's configuration. The routing is far from even.
+    ``sizes`` are keys of the model's configuration. The experts' loads are far from even.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -47,7 +47,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) 
 
 
 def make_vision_model(folder: Path, name: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """Writes a random builtin vision model in its published layout, with processor files; ``sizes`` are the text's."""
+    """Writes a random builtin vision model in its published layout, with processor files. ``sizes`` are for text."""
     from relax_core.families.tiny_configs import tiny_config
     from relax_core.tools.tiny_media import build_vision_model, write_published, write_settings
 
@@ -68,9 +68,9 @@ def make_vision_model(folder: Path, name: str, *, seed: int = 0, **sizes: Any) -
 def make_models(folder: Path) -> None:
     """Makes models of four layers for layouts.
 
-    untied, tied and moe are Qwen3 models, and biased is an untied Qwen2. Two ranks cannot split their 51 tokens evenly.
-    sees and sees_moe are Qwen3-VL of 67 tokens, tied and untied. sees has eight layers, because the first chunk of
-    layers must have at least as many as the vision tower has deepstack outputs.
+    untied, tied and moe are Qwen3 models, and biased is an untied Qwen2. They have a vocabulary of 51 tokens, which two
+    ranks cannot split evenly. sees and sees_moe are Qwen3-VL models with 67 tokens, tied and untied. sees has eight
+    layers, because the first chunk must have at least one layer per deepstack output of the vision tower.
     """
     sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}

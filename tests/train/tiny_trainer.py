@@ -1,4 +1,4 @@
-"""Shared parts of the trainer's tests: a tiny back end, random groups, a PPO algorithm and a critic."""
+"""Shared parts of the trainer's tests: a tiny backend, random groups, a PPO algorithm and a critic."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ PPO_CLIP = AlgorithmSpec(
     denominator=_tokens,
 )
 CONFIG = ClipConfig("ppo_clip", 16)
-RANKS = 4  # for a worker group that keeps its processes and changes its layout
+RANKS = 4  # ranks of a worker group that keeps its processes and changes its layout
 
 
 def make_groups(
     lengths: list[list[int]], *, prompt_lengths: list[int], seed: int = 0, masked: float = 0.0
 ) -> list[TokenTree]:
-    """Makes random groups with responses of ``lengths``, a list per group; ``masked`` is the share of masked tokens."""
+    """Makes random groups. ``lengths``: response lengths, a list per group. ``masked``: share of masked tokens."""
     random = np.random.default_rng(seed)
     groups = []
     for index, (group_lengths, prompt) in enumerate(zip(lengths, prompt_lengths, strict=True)):
@@ -98,7 +98,7 @@ def parallel_config(**sizes: Any) -> ParallelConfig:
 
 
 def make_backend(folder: Path, **overrides: Any) -> Any:
-    """Makes a back end, on one rank by default; ``optimizer`` holds optimizer settings."""
+    """Makes a backend, by default on one rank. ``optimizer`` are optimizer settings."""
     from relax_core.train.policy_backend import MegatronBackend
 
     own = {"temperature": overrides.pop("temperature", 1.0), "trainable": overrides.pop("trainable", True)}
@@ -107,7 +107,7 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
 
 
 def make_critic(folder: Path, **overrides: Any) -> Any:
-    """Makes PPO's critic, as `make_backend` makes a policy."""
+    """Makes PPO's critic. The arguments are the same as for `make_backend`."""
     from algorithms.ppo import SPEC, PpoConfig
     from relax_core.train.critic_backend import CriticBackend
 
@@ -159,13 +159,13 @@ def train_step(backend: Any, micro_batches: list[list[TokenTree]], *, step: int 
 
 
 def dp_groups() -> list[list[TokenTree]]:
-    """Makes three micro-batches of uneven groups; the last one has a single group, so a second rank gets none."""
+    """Makes three micro-batches of uneven groups. The last has a single group, so a second rank gets no group."""
     groups = make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3], [9]], prompt_lengths=[9, 4, 12, 6], masked=0.3)
     return [groups[:2], groups[2:3], groups[3:]]
 
 
 def export_folder(backend: Any, source: Path, target: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Exports a back end's weights as a run does, and returns the tensors; ``options`` override arguments."""
+    """Exports a backend's weights like a run, and returns the tensors. ``options`` override arguments."""
     from relax_core.train.hf.hf_export import export_hf_folder
 
     arguments = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype}

@@ -1,4 +1,4 @@
-"""Runs one rank of a worker group that loads the same models in many layouts; rank 0 writes the measurements.
+"""Runs one rank of a worker group that loads the same models in many layouts. Rank 0 writes the measurements.
 
 python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe, biased> <output JSON>
 """
@@ -37,7 +37,7 @@ MOE_LAYOUTS: dict[str, dict[str, int]] = {
     "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2},
     "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
 }
-# The models and their layouts. The untied model covers each layout's effect on a tensor; others add tensors.
+# The models and their layouts. The untied model covers each layout's effect on a tensor; other models add tensors.
 CASES: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
     "untied": ("qwen3", DENSE_LAYOUTS),
     "tied": ("qwen3", {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "pp4")}),
@@ -50,7 +50,7 @@ BUCKET_BYTES = 80_000  # A bucket holds a few tensors of these models, so there 
 
 
 class HeldBytes(TorchDispatchMode):
-    """Measures ``peak``, the most bytes of tensors made in this context that were alive at the same time."""
+    """Measures ``peak``: the maximum bytes of living tensors that were made in this context."""
 
     def __init__(self, before: list[torch.Tensor]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def counted(folder: Path) -> Iterator[tuple[str, Counted]]:
 
 
 def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
-    """Loads and exports a model in a layout and measures this rank's bytes."""
+    """Loads and exports a model in a layout. Measures this rank's bytes."""
     parallel = parallel_config(**sizes)
     process_group.join(
         parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=300.0, seed=0
@@ -123,7 +123,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     try:
         weights.load((name, tensor[:1]) for name, tensor in source.items() if tensor.dim() == 2)
     except ValueError as error:
-        seen["refusal"] = str(error)  # every rank must do this, even without a part of the tensor
+        seen["refusal"] = str(error)  # every rank must raise this error, even without a part of the tensor
     process_group.leave()
     return seen
 

@@ -1,4 +1,4 @@
-"""Starts real engine processes over a tiny random model, as the engine's contract suite does."""
+"""Starts real engine processes with a tiny random model, like the engine's contract suite."""
 
 from tests.contracts.engine.conftest import launch, model_folder, sglang_launch, start_engine
 

@@ -1,4 +1,4 @@
-"""Tests that calls with one key run in order and wait for no call with another key."""
+"""Tests that calls with the same key run in order, and that calls with different keys do not wait for each other."""
 
 from __future__ import annotations
 

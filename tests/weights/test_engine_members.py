@@ -1,4 +1,4 @@
-"""The list of a run's engines: written as a whole, read again after damage, and the configuration's without a file."""
+"""Tests the file with a run's engine list: atomic writes, damage, and the configured engines if there is no file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_number_belongs_to_two_engines_of_a_run(tmp_path: Path) -> None:
     engines.set_state(first, "serving")
     engines.set_state(second, "moving")
     engines.remove(third, failure="it ended")
-    engines.begin(tmp_path / "1")  # all services start again
+    engines.begin(tmp_path / "1")  # a new attempt: all services start again
     assert engines.added("joining") == [first], "it has no weights of this attempt; one that was leaving has left"
     assert MemberList(tmp_path / "1", count=1).read().started == [0]
     assert engines.reserve(1) == [third + 1] and engines.failures == {third: "it ended"}

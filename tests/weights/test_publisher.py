@@ -1,4 +1,4 @@
-"""Tests the publisher of weights against real engine processes."""
+"""Tests the weight publisher with real engine processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def version_of(engine: Engine) -> str:
 def test_a_new_engine_gets_the_frozen_tower_before_it_serves(
     start_engine: Callable[..., Engine], launch: EngineLaunch, tmp_path: Path
 ) -> None:
-    """The engine is killed after versions that brought no tensor of the tower."""
+    """The engine is killed after versions that contained no tensor of the tower."""
     changes: dict[str, object] = {
         "model_folder": tmp_path / "model",
         "media_folder": tmp_path / "media",
@@ -100,7 +100,7 @@ def test_weights_of_another_model_are_refused_and_not_served(
 
 
 class Slow:
-    """A receiver that answers when the test allows it."""
+    """A receiver that responds when the test allows it."""
 
     group_ranks = 1
 
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_read_again_and_then_named(
         file.write_bytes(damaged)
         with pytest.raises(PublishedUnreadable, match=rf"{file} is damaged: .*The next version"):
             read(tmp_path)
-        with monkeypatch.context() as patch:  # This happens between two reads.
+        with monkeypatch.context() as patch:  # The change happens between two reads.
             patch.setattr("relax_core.weights.version_folder.time.sleep", goes_on_being_written)
             assert read(tmp_path) == before
 
@@ -180,7 +180,7 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
         latest = read_latest(folder)
         assert latest is not None and latest.version == version
         manifests.append(latest)
-        for manifest in manifests[-2:]:  # A reader of the manifest before this one must still find its file.
+        for manifest in manifests[-2:]:  # A reader of the previous manifest must still find the manifest's file.
             ((_, value),) = read_weights(manifest)
             assert value.tolist() == [float(manifest.version)] * 5
     names = sorted(path.name for path in folder.iterdir())
@@ -191,13 +191,13 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
 def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """The file of a pending push stays until the engine answers, however many versions are published meanwhile."""
+    """The file of a pending push stays until the engine responds, even if many versions are published meanwhile."""
     lives, stopped = start_engine(), start_engine()
     publisher = WeightPublisher(tmp_path, lambda: [lives.client, stopped.client], transport=SharedMemoryTransport())
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
         reports = [publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=1.0)]
-        # The engine is known to be behind; a wait for it would last until its client's timeout.
+        # The publisher knows that the engine is late. Waiting for it would last until the client's timeout.
         for version in range(2, 6):
             weights = hf_weights(make_model(None, seed=version))
             reports.append(publisher.publish(version, weights).result(timeout=120.0))
@@ -220,7 +220,7 @@ def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
 def test_an_engine_that_was_given_up_is_pushed_to_and_not_waited_for(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """The client's wait has ended, too, and whether the engine runs is not known."""
+    """The client's wait has ended, too. Whether the engine still runs is unknown."""
     engine = start_engine()
     client = EngineClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=5.0)
     publisher = WeightPublisher(tmp_path, lambda: [client], transport=SharedMemoryTransport())
@@ -255,7 +255,7 @@ def test_a_push_that_ends_late_takes_nothing_back(tmp_path: Path, wait_until: Ca
 def test_an_engine_that_has_left_is_forgotten_once_its_push_has_ended(
     tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """Another engine that gets its address is then waited for."""
+    """The publisher then waits for another engine with the same address."""
     forgotten: list[str] = []
 
     class Transport(SharedMemoryTransport):
@@ -311,7 +311,7 @@ def test_the_file_that_is_read_is_there_while_a_removal_looks_for_readers(
 
 
 def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:
-    """Readers come at any moment of publishing and removal, and each finds its whole file until it ends."""
+    """Readers start at any moment of publishing and removal. Each finds its complete file until it ends."""
     publisher = WeightPublisher(tmp_path, list, transport=SharedMemoryTransport())
     publisher.publish(0, [("a", torch.zeros(5))]).result(timeout=120.0)
     ended, read, failures = threading.Event(), [0, 0], []

@@ -1,4 +1,4 @@
-"""Tests that a file written as a stream equals, byte for byte, the library's file of the same tensors."""
+"""Tests that a streamed file equals the library's file of the same tensors, byte for byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOR_NUMPY = [dtype for dtype in DTYPES if not dtype.startswith(("bfloat", "float
 
 
 def some_tensors(dtypes: list[str]) -> dict[str, Tensor]:
-    """Makes two tensors of each dtype and of several shapes in random order, with a scalar and an empty one."""
+    """Makes two tensors of each dtype and of several shapes in random order, including a scalar and an empty tensor."""
     shapes = [(), (0, 4), (3, 7), (5,), (2, 3, 4)]
     names = [f"layers.{number}.{dtype}" for dtype in dtypes for number in (10, 9)]
     random.Random(0).shuffle(names)

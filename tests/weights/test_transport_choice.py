@@ -1,4 +1,4 @@
-"""Tests how the transport depends on where the trainer and the engines run."""
+"""Tests how the choice of the weight transport depends on the nodes of trainer and engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_topology_chooses(config: RelaxConfig, engine: str) -> None:
     config.launcher.ray_address = "10.0.0.1:6379"
     assert chosen(config) == "disk"
     config.launcher.ray_address = None
-    config.placement.nodes = 2  # of a plan on a machine that has not joined them yet
+    config.placement.nodes = 2  # as for a plan on a machine that has not joined the nodes yet
     assert chosen(config) == "disk"
     config.placement.nodes = 1
     config.engine.urls = ["http://10.0.0.2:30000"]

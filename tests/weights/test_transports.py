@@ -1,4 +1,4 @@
-"""Tests every transport against real engine processes: verified weights are served and others are not."""
+"""Tests every weight transport with real engine processes: engines serve verified weights only."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.ports import free_port
 TRANSPORTS = ("shared_memory", "disk", "gloo")
 PROMPT = random_prompt(12)
 TIMEOUT_S = 120.0
-HANGS_S = 3600.0  # A wait for the end of a hanging broadcast would exceed TIMEOUT_S.
-SAMPLES = 16  # The size makes a broadcast take far longer than a push, even on a fast machine.
+HANGS_S = 3600.0  # Waiting for the end of a hanging broadcast would exceed TIMEOUT_S.
+SAMPLES = 16  # With this size a broadcast takes far longer than a push, even on a fast machine.
 CONTEXT = 64
 
 
@@ -48,7 +48,7 @@ def publisher_of(name: str, folder: Path, receivers: Callable[[], Sequence[Any]]
 
 
 def publish(publisher: WeightPublisher, version: int) -> SyncReport:
-    """Publishes the model of this seed as the version's weights."""
+    """Publishes the model of this seed as the weights of the version."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
@@ -70,7 +70,7 @@ def serves(engine: Engine, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def pair(launch: Any) -> Any:
-    """Starts two engines without weights for all tests that do not kill them."""
+    """Starts two engines without weights, for all tests that do not kill engines."""
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -165,7 +165,7 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_fits(sizes: list[int], 
 def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_folder: Path) -> None:
     """A version with a wrong digest is not served.
 
-    If it is in the model already, the engine serves nothing until the next version.
+    If the engine has already loaded the wrong weights, it serves no version until the next version arrives.
     """
     from dataclasses import replace
 
@@ -207,7 +207,7 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
 
 
 class KilledWhileReceiving(EngineClient):
-    """A receiver whose engine is frozen at the first broadcast and killed a moment later."""
+    """A receiver. Its engine is frozen at the first broadcast and killed a moment later."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=HANGS_S, control_timeout_s=HANGS_S)
@@ -222,7 +222,7 @@ class KilledWhileReceiving(EngineClient):
 def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
     start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
 ) -> None:
-    """The case includes more bytes than the sockets buffer, for which our own broadcast would wait for HANGS_S."""
+    """One case sends more bytes than the sockets buffer. In this case our broadcast would wait for HANGS_S."""
     stays, dies, dies_of_more = start_engine(), start_engine(), start_engine()
     receivers: list[EngineClient] = [stays.client, KilledWhileReceiving(dies)]
     publisher = publisher_of("gloo", tmp_path / "weights", lambda: receivers, model_folder)

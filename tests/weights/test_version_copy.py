@@ -1,4 +1,4 @@
-"""Copies of published versions, which servers read that do not see the memory in which the run publishes."""
+"""Tests copies of published versions. Servers without access to the run's shared memory read these copies."""
 
 from __future__ import annotations
 

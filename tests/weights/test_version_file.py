@@ -1,4 +1,4 @@
-"""Tests that what is read from a weight version is what was written, and that damage is refused."""
+"""Tests that readers of a weight version get exactly the written tensors, and that damage is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUCKET = 64
 
 
 def some_tensors() -> list[tuple[str, torch.Tensor]]:
-    """Makes tensors of odd sizes that misalign the next tensor, a scalar, an empty and a transposed one."""
+    """Makes tensors of odd sizes that misalign the next tensor, a scalar, an empty tensor and a transposed tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,9 +79,9 @@ def test_names_shapes_and_dtypes_are_in_the_digest() -> None:
 
 @pytest.mark.parametrize("header_room", [8, 1 << 12])
 def test_safetensors_reads_the_file(tmp_path: Path, header_room: int) -> None:
-    """The library's reader requires aligned tensors, so these have one dtype.
+    """The library's reader requires aligned tensors, so all tensors have one dtype.
 
-    A header that is too large for its room moves the tensors.
+    A header that is too large for the reserved space moves the tensors.
     """
     tensors = [(name, value) for name, value in some_tensors() if value.dtype == torch.float32]
     manifest = write_weights(
@@ -138,7 +138,7 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_offset_of_its_own_changes_nothing(tmp_path: Path) -> None:
-    """Readers that map the file use the offsets, which follow from the verified shapes."""
+    """Readers that map the file use offsets computed from the verified shapes."""
     manifest = write(tmp_path)
     shifted = [msgspec.structs.replace(spec, offset=0, nbytes=4) for spec in manifest.tensors]
     found = dict(read_weights(msgspec.structs.replace(manifest, tensors=shifted)))

@@ -1,4 +1,4 @@
-"""Tests that frozen weights are written once, and that the digest of each version covers them."""
+"""Tests that frozen weights are written once, and that the digest of each version covers frozen weights."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Stand-in program for one of Ray's two agents on the run's machine, until that agent is needed.
+"""Replaces one of Ray's two agents on the run's machine until the agent is needed.
 
-The raylet starts two agents and ends if one of them ends. Each takes a second of CPU time and about 100 MB. A run needs
-neither: it has no dashboard, and its workers have no runtime environment. With the path of a port file, this program
-listens in place of the agent, and executes the agent as soon as this user connects, i.e. when the raylet requests a
-runtime environment. The agent inherits the listening socket with its waiting connections, so its port is never free:
-another user could otherwise bind it and end the raylet. Without a port file, the program only waits for the raylet's
-end. It does not import Ray, and is executed by `python -I -S`.
+The raylet starts two agents and ends if an agent ends. Each agent takes a second of CPU time and about 100 MB. A run
+does not need the agents, because it has no dashboard and its workers have no runtime environment. With the path of a
+port file, this program listens at the agent's port. When this user connects (the raylet requests a runtime
+environment), it executes the agent. The agent inherits the listening socket with its waiting connections, so the port
+is never free. If it were free, another user could bind it and end the raylet. Without a port file, the program only
+waits for the raylet's end. It does not import Ray, and is executed by `python -I -S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 PORT = "--runtime-env-agent-port="  # options of the agent for its listening address
 HOST = "--node-ip-address="
 INHERITED = "--inherited-listener="  # this program's option: the descriptor of the listening socket
-LOOK_S = 1.0  # how long this program may outlive the raylet
+LOOK_S = 1.0  # seconds that this program may outlive the raylet
 WAITING = 128  # backlog of the listening socket
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # one line per socket of this network namespace
 _ESTABLISHED = "01"
@@ -30,13 +30,13 @@ _MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in an IPv6 soc
 def wait_for_user(listener: socket.socket, *, raylet: int) -> bool:
     """Returns True if a process of this user connects, and False if the raylet, this process's parent, has ended.
 
-    Connections of other users are closed, so that they cannot start the agent. The agent itself requires a token.
+    Connections of other users are closed, so other users cannot start the agent. The agent also requires a token.
     """
     while os.getppid() == raylet:
         if select.select([listener], [], [], LOOK_S)[0]:
             if os.geteuid() in users_of_clients(listener):
                 return True
-            listener.accept()[0].close()  # the oldest waiting connection existed before the check of the users
+            listener.accept()[0].close()  # the oldest waiting connection existed before the users were checked
     return False
 
 
@@ -46,7 +46,7 @@ def users_of_clients(listener: socket.socket) -> set[int]:
     address = _in_hex(listener.family, host)
     wanted = {f"{address}:{port:04X}", f"{_MAPPED}{address}:{port:04X}"}
     users = set()
-    for table in filter(os.path.exists, _TABLES):  # a kernel without IPv6 has no second table
+    for table in filter(os.path.exists, _TABLES):  # a kernel without IPv6 has no table for IPv6
         with open(table, encoding="ascii") as rows:
             for fields in map(str.split, rows):
                 # The kernel reports user 0 and no inode for a connection that its client has closed.
@@ -63,9 +63,9 @@ def _in_hex(family: int, host: str) -> str:
 
 
 def listen(host: str, port_file: str) -> socket.socket:
-    """Listens on any free port of ``host`` and writes its number to ``port_file``, for which the raylet waits.
+    """Listens on any free port of ``host``. Writes the port to ``port_file``; the raylet waits for this file.
 
-    The socket has no SO_REUSEADDR: with it, another user could bind the port until this process listens.
+    The socket does not have SO_REUSEADDR, because another user could then bind the port before this process listens.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.bind((host, 0))
@@ -78,7 +78,7 @@ def listen(host: str, port_file: str) -> socket.socket:
 
 
 def become_agent(listener: socket.socket, agent: Sequence[str]) -> None:
-    """Executes the agent's command line in this process, with the listener in place of the socket that it binds."""
+    """Executes the agent's command line in this process. The agent uses the listener and binds no socket."""
     port, program = listener.getsockname()[1], _program(agent)
     options = [f"{PORT}{port}" if word.startswith(PORT) else word for word in agent[program:]]
     listener.set_inheritable(True)
@@ -92,7 +92,7 @@ def _program(agent: Sequence[str]) -> int:
 
 
 def run_agent(descriptor: int, agent: Sequence[str]) -> None:
-    """Runs the agent's program; its bind to the listener's port returns the listener itself."""
+    """Runs the agent's program. When the agent's program binds the listener's port, it gets the listener."""
     import runpy
 
     port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
@@ -112,9 +112,9 @@ def run_agent(descriptor: int, agent: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Stands in for an agent: ``words`` are the port file ("" for an agent without a port) and its command line.
+    """Replaces an agent. ``words`` has the port file ("" for an agent without a port) and the agent's command line.
 
-    In the agent's own process they are the listener's descriptor, and the agent's program with its options.
+    After `become_agent`, ``words`` has the listener's descriptor, and the agent's program with its options.
     """
     first, *agent = words
     if first.startswith(INHERITED):

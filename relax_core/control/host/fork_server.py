@@ -1,10 +1,10 @@
-"""Fork server: imports torch and Megatron once for a run on CPUs, and forks the workers of the run's Ray.
+"""The fork server imports torch and Megatron once for a run on CPUs, and forks the workers of the run's Ray.
 
-A worker that imports them itself takes up to three seconds of CPU time. `worker_start` requests a worker through a Unix
-socket in the run's folder, and exits when it has the worker's process id; the worker is a child of this process. Ray
-itself cannot be imported before the fork, because it would keep the settings of this process's environment. The
-process must have one thread when it forks, so the imported modules must not start threads. It exits when its owner
-closes its stdin; the workers then belong to Ray.
+Without a fork server these imports take up to three seconds of CPU time in each worker. `worker_start` requests a
+worker through a Unix socket in the run's folder, and exits when it has the worker's process id. The worker is a child
+of this process. Ray cannot be imported before the fork, because it would keep the settings of this process's
+environment. The process must have one thread when it forks, so the imported modules must not start threads. The process
+exits when its owner closes its stdin; its workers continue and belong to Ray.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REQUEST_BYTES = 1 << 20  # maximum size of a request; its environment is the largest part
-REQUEST_S = 5.0  # how long a request may take after its connection
+REQUEST_BYTES = 1 << 20  # maximum bytes of a request; the environment is its largest part
+REQUEST_S = 5.0  # seconds that a request may take after the connection
 STREAMS = 3  # stdin, stdout, stderr
-REAP_S = 1.0  # interval at which ended workers are reaped
+REAP_S = 1.0  # interval in seconds at which ended workers are reaped
 
 
 def serve(listener: socket.socket, *, owner: int) -> dict[str, Any]:
-    """Forks a worker for each request. Returns only in the worker, with its request.
+    """Forks a worker for each request. Returns only in a worker, with the worker's request.
 
     A request is JSON with the command line, the environment, the working folder, oom_score_adj, and the blocked and the
-    ignored signals. It comes with the descriptors of stdin, stdout and stderr. The answer is the worker's process id.
-    This process exits at the end of the descriptor ``owner``.
+    ignored signals. The client also sends the descriptors of stdin, stdout and stderr. The response is the worker's
+    process id. This process exits at the end of file of the descriptor ``owner``.
     """
     while True:
         ready = select.select([listener.fileno(), owner], [], [], REAP_S)[0]
@@ -49,7 +49,7 @@ def serve(listener: socket.socket, *, owner: int) -> dict[str, Any]:
 
 
 def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
-    """Forks the worker that a connection requests, and returns the request in the worker."""
+    """Forks the worker that a connection requests. In the worker, returns the request."""
     asked.settimeout(REQUEST_S)
     try:
         text, streams, *_ = socket.recv_fds(asked, REQUEST_BYTES, STREAMS)
@@ -64,10 +64,10 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
             os.close(stream)
         try:
             asked.sendall(str(pid).encode())
-        except OSError:  # the client waits no longer and starts a worker itself
+        except OSError:  # the client no longer waits and starts a worker itself
             os.kill(pid, signal.SIGKILL)
         return None
-    os.setpgid(0, 0)  # Ray kills the process group of an exited worker, so each worker needs its own group
+    os.setpgid(0, 0)  # Ray kills the process group of an exited worker, so each worker needs a separate group
     listener.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -76,7 +76,7 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
 
 
 def _reap() -> None:
-    """Reaps the workers that have ended, so that none stays a zombie."""
+    """Reaps the workers that have ended, so no worker stays a zombie."""
     with suppress(ChildProcessError):  # no children
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -93,7 +93,7 @@ def become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    if "numpy" in sys.modules:  # Python reseeds its own generator in a fork
+    if "numpy" in sys.modules:  # only NumPy's generator: Python reseeds its generator in a fork
         sys.modules["numpy"].random.seed()
     command: list[str] = request["command"]
     sys.argv[:] = command
@@ -111,12 +111,12 @@ def main(path: Path, modules: Sequence[str]) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen(128)
-    gc.disable()  # during the imports, collections would take a fifth of the time and free almost nothing
+    gc.disable()  # during the imports, garbage collections would take a fifth of the time and free almost nothing
     for name in modules:
         importlib.import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"fork server: {threads} threads after the imports, but a fork keeps only one: no worker is forked")
-    gc.freeze()  # otherwise a collection in a worker writes to every object, and copies the shared memory pages
+    gc.freeze()  # without this, a collection in a worker writes to every object, and so copies the shared memory pages
     gc.enable()
     become(serve(listener, owner=sys.stdin.fileno()))
 

@@ -1,11 +1,11 @@
-"""Starts the run's own Ray with only the processes that a run needs: GCS, raylet and workers.
+"""Starts Ray for a run with only the processes that a run needs: GCS, raylet and workers.
 
-Ray itself starts five more processes, which take four seconds of CPU time and 480 MB: the dashboard (also with
+By default Ray starts five further processes, which take four seconds of CPU time and 480 MB: the dashboard (also with
 include_dashboard=False), the autoscaler's monitor, the log monitor, and two agents. Import this module after the
-environment is set, because Ray reads it at import.
+environment is set, because Ray reads the environment when it is imported.
 
-Only this file uses private parts of Ray, of the version `ray_session.OWN_NODE_RAY`. Without it Ray starts in the usual
-way, and the programs `agent_on_demand`, `worker_start` and `fork_server` are not used.
+Only this file uses private parts of Ray, of the version `ray_session.OWN_NODE_RAY`. Without this file Ray starts in the
+usual way, and the programs `agent_on_demand`, `worker_start` and `fork_server` are not used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ray import NodeID, _raylet
 from ray._private import node, services, utils, worker
 
 _ports: Any = _raylet  # Ray's type annotations lack the functions for port files
-REGISTERED_S = 30.0  # Ray's own deadline for the registration of the raylet
+REGISTERED_S = 30.0  # Ray's deadline in seconds for the registration of the raylet
 LOOK_S = 0.02
 NO_PORT = -1  # value that Ray's agent writes for a missing service
 FOLDER = Path(__file__).parent
-# Option of the raylet for an agent → name of the port at which the raylet calls the agent, or None.
+# Maps the raylet's option for an agent to the name of the port at which the raylet calls the agent, or None.
 AGENTS = {"--dashboard_agent_command=": None, "--runtime_env_agent_command=": _ports.RUNTIME_ENV_AGENT_PORT_NAME}
 UNUSED_PORTS = (
     _ports.METRICS_AGENT_PORT_NAME,
@@ -38,16 +38,16 @@ UNUSED_PORTS = (
 
 
 class OwnRayNode(node.Node):
-    """Starts a Ray node for a run on this machine, without the unused processes of Ray."""
+    """Starts a Ray node for a run on this machine, without the processes of Ray that a run does not need."""
 
     def start_monitor(self) -> None:
-        """Does nothing: the run's Ray always has one node."""
+        """Starts no monitor, because the run's Ray always has one node."""
 
     def start_log_monitor(self) -> None:
-        """Does nothing: the run's roles write their own logs, and the driver prints none of Ray's."""
+        """Starts no log monitor, because the roles write log files and the driver prints no logs of Ray."""
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        """Does nothing: no part of the run uses Ray's dashboard."""
+        """Starts no dashboard, because a run does not use Ray's dashboard."""
         assert not include_dashboard
         self._webui_url = ""
 
@@ -70,9 +70,9 @@ class OwnRayNode(node.Node):
         self._await_registration()
 
     def _await_registration(self) -> None:
-        """Waits until the raylet is registered; Ray itself checks this only once a second.
+        """Waits until the raylet is registered, because Ray's check runs only once a second.
 
-        It returns after `REGISTERED_S` at the latest, and Ray then reports the failure.
+        Returns after at most `REGISTERED_S` seconds; Ray then reports the failure.
         """
         assert self._node_id is not None
         deadline, own = time.monotonic() + REGISTERED_S, NodeID.from_hex(self._node_id)
@@ -80,7 +80,10 @@ class OwnRayNode(node.Node):
             time.sleep(LOOK_S)
 
     def _with_stand_in(self, word: str) -> str:
-        """Returns the raylet's option; in options for agents, a stand-in is put before the agent's command line."""
+        """Returns the raylet's option.
+
+        In options for agents, inserts `agent_on_demand` before the agent's command line.
+        """
         for option, port_name in AGENTS.items():
             if word.startswith(option):
                 port_file = "" if port_name is None else _ports.get_port_filename(self._node_id, port_name)
@@ -107,5 +110,5 @@ def use_own_node() -> None:
 
 
 def leave_processes() -> None:
-    """Makes `ray.shutdown` of this process leave Ray's processes alone, because its caller kills them at once."""
+    """Makes `ray.shutdown` of this process leave Ray's processes running, because its caller kills them at once."""
     worker._global_node = None

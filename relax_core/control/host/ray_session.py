@@ -1,4 +1,4 @@
-"""Starts Ray for one run on this machine, with a separate token and folder, or joins a Ray cluster; and ends it."""
+"""Starts Ray for one run on this machine, with a separate token and folder, or joins a Ray cluster. Also ends Ray."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
 from relax_core.roles.process_placement import cluster_fault
 
-# Ray replaces 127.0.0.1 by the host's own address unless this variable is set.
+# Without this variable Ray replaces 127.0.0.1 by the host's address.
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 QUIET = {
     "RAY_AUTH_MODE": "token",
     LOOPBACK_SWITCH: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, which would grow the GCS's memory
+    "RAY_task_events_report_interval_ms": "0",  # no list of finished calls, because it would fill the GCS's memory
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the monitor reports it more briefly
-    "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is lower
-    # After this time the raylet starts another process for a worker that was lost before its registration. Ray's 60 s
-    # are for imports from a slow disk; here this process has just imported the same files.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # hidden, because Relax's monitor also reports it
+    "RAY_worker_niceness": "0",  # workers get the priority of the process that started the run; Ray's default is lower
+    # After this time the raylet starts another process for a worker that was lost before its registration. Ray's
+    # default is 60 s, for imports from a slow disk. This process has just imported the same files, so the time can be
+    # shorter.
     "RAY_worker_register_timeout_seconds": "30",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # hides all GPUs from a worker that requests none
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # hides all GPUs from a worker that requests no GPU
 }
 RAY_CPUS = 16  # for Ray's bookkeeping only: it does not bind services to cores
-NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
-DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # programs of the daemons that a run needs → names in messages
+NODES_S = 0.2  # interval in seconds between two counts of an external cluster's nodes
+DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # program of each daemon that a run needs → its name in messages
 DAEMONS_S = 0.25
 FORK_SERVER_S = 1.0
 OWN_NODE_RAY = "2.60.0"  # the version of Ray that own_ray_node.py supports
 OWN_NODE_FILE = Path(__file__).with_name("own_ray_node.py")
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
-ONE_THREAD = {  # the defaults of libraries; every process sets its own number of threads later
+ONE_THREAD = {  # default for libraries; every process sets its number of threads later
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -62,7 +63,7 @@ ONE_THREAD = {  # the defaults of libraries; every process sets its own number o
 
 
 class RayUnstarted(RuntimeError):
-    """Raised if the run's own Ray did not start; another try may succeed."""
+    """Raised if the run's Ray did not start. Another attempt may succeed."""
 
 
 def new_token_file(path: Path) -> Path:
@@ -73,9 +74,9 @@ def new_token_file(path: Path) -> Path:
 
 
 class ForkServer:
-    """Owns the run's fork server, and restarts it at most ``max_restarts`` times if a signal ends it.
+    """Owns the run's fork server. If a signal ends the fork server, restarts it, at most ``max_restarts`` times.
 
-    Without it Ray starts each worker itself, which takes some seconds longer.
+    Without a fork server Ray starts each worker in the usual way, which takes some seconds longer.
     """
 
     def __init__(self, path: Path, modules: Sequence[str], *, max_restarts: int) -> None:
@@ -84,11 +85,11 @@ class ForkServer:
         self._child = self._start()
 
     def check(self) -> Check:
-        """Returns the check that restarts it after a signal, but not after an error, which would occur again."""
+        """Returns the check that restarts a fork server after a signal, but not after an error, which would recur."""
         return Check(name="fork server", every_s=FORK_SERVER_S, look=self._look, act=self._start_again)
 
     def end(self) -> None:
-        """Kills it with its remaining workers."""
+        """Kills the fork server and its remaining workers."""
         self._child.end(grace_s=0.0)
 
     def _start(self) -> Child:
@@ -112,13 +113,14 @@ class ForkServer:
 class RaySession:
     """Starts or joins Ray as a context manager.
 
-    A process can use it once, because Ray reads the path of its token at import. Entering raises RayUnstarted if the
-    run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` has the number of GPUs
-    per node; None means no GPU. ``token_file`` holds the run's bearer token. ``preloaded`` are modules that the fork
-    server imports once for all workers (`ForkServer`), if `can_use_own_node`. Give none for a run on GPUs: a process
-    that used a GPU cannot be forked. If the GCS or the raylet of the run's own Ray dies or is stopped for
-    ``frozen_after_s`` seconds, also during the start, ``lost`` is called in another thread with the cause. ``started``
-    says whether Ray has started; ``daemons`` then maps the names of its daemons to process ids.
+    A process can use this class only once, because Ray reads the path of its token at import. Entering raises
+    RayUnstarted if the run's Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` has the
+    number of GPUs per node; None means no GPU. ``token_file`` contains the run's bearer token. ``preloaded`` lists
+    modules that the fork server imports once for all workers (`ForkServer`), if `can_use_own_node`. It must be empty
+    for a run on GPUs, because a process that used a GPU cannot be forked. ``lost`` is called in another thread, with
+    the cause, if the GCS or the raylet of the run's Ray dies or is stopped for ``frozen_after_s`` seconds, also during
+    the start. ``started`` says whether Ray has started; ``daemons`` then maps the names of Ray's daemons to process
+    ids.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class RaySession:
         self._before: set[psutil.Process] = set()  # children that existed before Ray
 
     def checks(self) -> list[Check]:
-        """Returns the check of the fork server, if there is one."""
+        """Returns the check of the fork server; empty without a fork server."""
         return [] if self._fork_server is None else [self._fork_server.check()]
 
     def __enter__(self) -> Self:
@@ -169,7 +171,7 @@ class RaySession:
         if own:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
-            os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
+            os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are then removed with the run's folder
             os.environ["RAY_TMPDIR"] = str(self._paths.folder)  # Ray creates the folder "ray" in it
             self._own_node = can_use_own_node()
             if self._preloaded and self._own_node:
@@ -203,7 +205,7 @@ class RaySession:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # Ray raises a bare Exception after a timeout
+        except Exception as error:  # Ray raises the class Exception itself after a timeout
             raise self._unstarted(error) if own else self._not_joined(error) from error
         if own:
             self.daemons = daemons()
@@ -220,8 +222,8 @@ class RaySession:
 
     def _not_joined(self, error: Exception) -> RuntimeError:
         return RuntimeError(
-            f"launcher.ray_address={self._launcher.ray_address}: no Ray could be joined: {_first_line(error)} "
-            "Start one with `ray start --head`, name its host:port, or leave the key null for a Ray of the run's own."
+            f"launcher.ray_address={self._launcher.ray_address}: could not join a Ray cluster: {_first_line(error)} "
+            "Start one with `ray start --head`, name its host:port, or leave the key null, and the run starts Ray."
         )
 
     def _await_nodes(self) -> None:
@@ -239,9 +241,10 @@ class RaySession:
             raise RuntimeError(fault)
 
     def _end_ray(self) -> None:
-        """Leaves Ray, and kills the processes of the run's own Ray.
+        """Disconnects from Ray, and kills the processes of the run's Ray.
 
-        They ignore SIGTERM; Ray itself would send it to one after the other, and wait a second for each.
+        Ray's shutdown is not used for this: it sends SIGTERM to one process after the other, and waits a second for
+        each, because the processes ignore SIGTERM.
         """
         import ray
 
@@ -253,7 +256,7 @@ class RaySession:
         kill_trees(child.pid for child in set(psutil.Process().children()) - self._before if child.is_running())
 
     def keep_logs(self) -> None:
-        """Copies the logs of workers and daemons into the run's folder, for a run that failed or lost its Ray."""
+        """Copies the logs of workers and daemons to the run's folder, for a run that failed or lost its Ray."""
         logs = self._paths.folder / "ray" / "session_latest" / "logs"
         try:
             for file in (file for pattern in KEPT_LOGS for file in logs.glob(pattern)):
@@ -294,11 +297,11 @@ class OwnDaemons:
 def daemons_check(
     daemons: Callable[[], Mapping[str, int]], frozen_after_s: float, *, lost: Callable[[str], None]
 ) -> Check:
-    """Returns the check of the daemons of a run's own Ray; ``daemons`` returns name → process id of the known daemons.
+    """Returns the check of the daemons of a run's Ray. ``daemons`` maps the names of known daemons to process ids.
 
-    Without its GCS or its raylet, no process of the run can start or recover, and the main thread may wait for Ray
-    forever. So ``lost`` is called in another thread, with the cause, if a daemon has exited or was stopped for
-    ``frozen_after_s`` seconds.
+    Without GCS or raylet, no process of the run can start or recover, and the main thread may wait for Ray forever. So
+    if a daemon has exited or was stopped for ``frozen_after_s`` seconds, ``lost`` is called with the cause, in another
+    thread.
     """
     elapsed, stopped_s = Elapsed(), dict.fromkeys(DAEMONS.values(), 0.0)
 
@@ -319,18 +322,18 @@ def daemons_check(
 def can_use_own_node() -> bool:
     """Returns whether `own_ray_node` can be used: its file exists, and Ray has the version `OWN_NODE_RAY`.
 
-    Otherwise `ray.init` starts all of Ray's processes, and each worker imports all of its modules. This takes some
-    seconds longer, and changes nothing else.
+    Otherwise `ray.init` starts all processes of Ray, and each worker imports all its modules. The only difference is
+    that this takes some seconds longer.
     """
     if not OWN_NODE_FILE.exists():
         return False
     if (found := version("ray")) == OWN_NODE_RAY:
         return True
-    print(f"relax: Ray {found} starts all of its processes; those of Ray {OWN_NODE_RAY} are fewer", file=sys.stderr)
+    print(f"relax: Ray {found} starts all of its processes; Ray {OWN_NODE_RAY} would start fewer", file=sys.stderr)
     return False
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's text as a sentence."""
+    """Returns the first line of an error's text, with a full stop."""
     line = str(error).strip().split("\n", 1)[0] or type(error).__name__
     return line if line.endswith(".") else f"{line}."

@@ -1,11 +1,12 @@
-"""Folders of a run on this machine: temporary folders, their locks, the lock of run.dir, and removal of stale runs.
+"""Manages a run's folders on this machine: makes temporary folders, locks them and run.dir, and removes stale runs.
 
-A file lock marks the owner of a folder; the kernel releases it when the owner's last process exits. A process id is not
-sufficient: the kernel reuses process ids, and a container that shares the folder has its own process ids.
+A file lock shows that a folder has an owner; the kernel releases the lock when the owner's last process exits. A
+process id would not be sufficient, because the kernel reuses process ids, and a container that shares the folder has
+different process ids.
 
-A stale run was killed together with its supervisor. A process belongs to it if it has the run's folder in its
-environment or writes a file there. Ray's agents outlive a killed raylet, because each agent holds the pipe that the
-other agent watches.
+A stale run was killed together with its supervisor. A process belongs to a stale run if it has the run's folder in its
+environment, or has a writable file open there. Ray's two agents outlive a killed raylet, because each keeps the pipe
+open that the other watches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ POLL_S = 0.2
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
-BASE_BYTES = 26  # a socket path has at most 107 bytes; Ray's names below a run's folder take the rest
+BASE_BYTES = 26  # a socket path has at most 107 bytes, and Ray's names below a run's folder are long
 
 
 # -- The locks ---------------------------------------------------------------------------------------------------------
@@ -43,8 +44,8 @@ BASE_BYTES = 26  # a socket path has at most 107 bytes; Ray's names below a run'
 def owned(folder: Path, owner: str) -> Iterator[None]:
     """Marks a new folder on a local disk as owned by this process and its forks, until the block or the last fork ends.
 
-    ``owner`` is a readable text for the owner file. The file appears only after it is locked, so a folder without it is
-    still being created.
+    ``owner`` is a readable text for the owner file. The file appears only after it is locked. So a folder without an
+    owner file is still being created.
     """
     partial = folder / f".{OWNER_FILE}"
     with partial.open("x") as file:
@@ -59,7 +60,7 @@ def owned(folder: Path, owner: str) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[bool]:
     """Yields True if the folder's owner, a process of this user, has exited.
 
-    The block then holds the folder's lock. Other processes that try to claim the folder meanwhile get False.
+    The block then has the folder's lock. During the block, other processes that try to claim the folder get False.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -75,7 +76,7 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def locked(file: IO[str]) -> bool:
-    """Takes the file's lock for this process and its forks; returns False if another process holds it.
+    """Locks the file for this process and its forks. Returns False if another process has locked the file.
 
     Raises OSError (such as ENOLCK) if the file system has no locks.
     """
@@ -95,8 +96,8 @@ def read_owner(folder: Path) -> str:
 def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Locks the folder for this process and its forks, until the block or the last fork ends.
 
-    Raises ValueError with the other process if another run still uses the folder after ``wait_s`` seconds. If the file
-    system has no locks, it prints a warning and continues.
+    Raises ValueError, which names the other process, if another run still uses the folder after ``wait_s`` seconds. If
+    the file system has no locks, prints a warning and continues.
     """
     deadline = time.monotonic() + wait_s
     with (folder / LOCK_FILE).open("a+") as file:
@@ -125,8 +126,8 @@ class RunPaths:
     """Holds the temporary paths of one attempt of a run.
 
     All folders have mode 0700. ``folder`` is for Ray's files and token; its path is short because socket paths are
-    limited. ``weights_folder`` is for published weights. ``token_folder`` is for the run's bearer token, and every
-    process of the run can read it. ``namespace`` is the run's namespace in Ray.
+    limited. ``weights_folder`` is for published weights. ``token_folder`` is for the run's bearer token, which every
+    process of the run can read. ``namespace`` is the run's namespace in Ray.
     """
 
     folder: Path
@@ -145,9 +146,9 @@ def temporary_folder() -> Path:
 def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
     """Creates the temporary folders for one attempt of the run in ``run_dir``, and removes them when the block ends.
 
-    If the whole run is killed, the owner files of the remaining folders have the owner's name (`owned`). With
+    If the whole run is killed, the folders remain, and their owner files have the owner's name (`owned`). With
     ``shared``, weights and token are in ``run_dir``, which all nodes of the run share; otherwise the weights are in
-    this machine's memory.
+    this machine's shared memory.
     """
     owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
     namespace = f"{WEIGHTS_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -161,9 +162,9 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
         weights_folder.mkdir(mode=0o700, parents=shared)
         if not shared:  # a shared disk may have no locks
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
-            # Copies of weights for external servers, if any joined.
+            # Copies of weights for external servers, if servers joined.
             undo.callback(shutil.rmtree, run_dir / namespace, ignore_errors=True)
-        undo.callback(shutil.rmtree, weights_folder, ignore_errors=shared)  # a network file system may hold a file
+        undo.callback(shutil.rmtree, weights_folder, ignore_errors=shared)  # a network file system may keep a file
         token_folder = weights_folder if shared else folder
         yield RunPaths(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)
 
@@ -173,8 +174,8 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
 class StaleRun:
     """Describes a temporary folder of a killed run.
 
-    ``owner`` describes the run. ``pids`` are its remaining processes. ``problem`` is the reason if the folder could not
-    be removed, otherwise "".
+    ``owner`` describes the run. ``pids`` are the run's remaining processes. ``problem`` is the reason why the folder
+    could not be removed, "" if it was removed.
     """
 
     folder: Path
@@ -187,7 +188,7 @@ class StaleRun:
         return f"{self.folder}{alive} of {self.owner}, which was killed"
 
     def removal(self) -> str:
-        """Returns a line about the removal of the folder or its failure."""
+        """Returns a line about the removal of the folder, or about the failure of the removal."""
         return f"{self} cannot be removed: {self.problem}. Remove it by hand." if self.problem else f"removed {self}"
 
 
@@ -197,9 +198,9 @@ def find_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHAR
 
 
 def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
-    """Kills and removes this user's stale runs, and returns them, with ``problem`` set for folders that remain.
+    """Kills and removes this user's stale runs. Returns them, with ``problem`` set for folders that remain.
 
-    It changes no other run.
+    Running runs are not changed.
     """
     return list(_each(temporary, shared_memory, _remove))
 
@@ -207,8 +208,8 @@ def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SH
 def remove_left_weights(run_dir: Path) -> None:
     """Removes weights that a killed command left in a run's folder.
 
-    Call it before the run publishes, while this command holds the run's lock. Files that a network file system still
-    holds may remain, because the run publishes into a folder with another name.
+    Call this function before the run publishes, while this command has the run's lock. Files that a network file system
+    keeps may remain; this is harmless, because the run publishes into a folder with another name.
     """
     for folder in run_dir.glob(f"{WEIGHTS_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -227,11 +228,11 @@ def _remove(stale_run: StaleRun) -> StaleRun:
     pids = stale_run.pids
     while pids:
         kill_trees(pids)
-        pids = processes_of(stale_run.folder)  # the killed processes may have started others
+        pids = processes_of(stale_run.folder)  # the killed processes may have started new processes
     remove_left_scratch(stale_run.folder)
     try:
         shutil.rmtree(stale_run.folder)
-    except OSError as error:  # such as a protected file; the other stale runs are removed
+    except OSError as error:  # for example for a protected file; all further stale runs are still removed
         return replace(stale_run, problem=str(error))
     return stale_run
 
@@ -239,12 +240,12 @@ def _remove(stale_run: StaleRun) -> StaleRun:
 def processes_of(folder: Path) -> tuple[int, ...]:
     """Returns the ids of this user's processes with ``folder`` in their environment or with a writable file in it.
 
-    It reads /proc because psutil's environ() stops at the first empty entry, and the environment of a process that has
-    set its own title has empty entries.
+    The function reads /proc because psutil's environ() stops at the first empty entry. The environment of a process
+    that has set its title has empty entries.
     """
     found = []
     for process in Path("/proc").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has exited, or may not be read
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # the process has exited or is protected
             if process.name.isdecimal() and process.stat().st_uid == os.getuid() and _is_of(process, folder):
                 found.append(int(process.name))
     return tuple(sorted(found))
@@ -253,7 +254,7 @@ def processes_of(folder: Path) -> tuple[int, ...]:
 def _is_of(process: Path, folder: Path) -> bool:
     """Returns whether a process (its folder in /proc) belongs to the run with the temporary ``folder``.
 
-    A process that sets its own title, as Ray's processes do, overwrites a part or nearly all of its environment.
+    A process that sets its title overwrites a part or nearly all of its environment. Ray's processes set their titles.
     """
     if str(folder).encode() in (process / "environ").read_bytes():
         return True

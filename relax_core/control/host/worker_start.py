@@ -1,8 +1,9 @@
-"""Start program for the workers of the run's own Ray, in place of Ray's `setup_worker.py`.
+"""Starts the workers of the run's Ray, in place of Ray's `setup_worker.py`.
 
-Ray's program imports Ray, prepares the worker's runtime environment and executes the worker, which imports Ray again.
-A worker without a runtime environment needs no preparation, so this program requests it from the run's `fork_server`,
-or executes it directly if there is no fork server or it does not answer. For other workers it executes Ray's program.
+Ray's program imports Ray, prepares the worker's runtime environment and executes the worker, which imports Ray again. A
+worker without a runtime environment needs no preparation, so this program requests the worker from the run's
+`fork_server`. If the fork server does not exist or does not answer, this program executes the worker. For a worker with
+a runtime environment it executes Ray's program.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 NO_ENVIRONMENT = "{}"
 FORK_SERVER = "RELAX_FORK_SERVER"  # environment variable with the path of the fork server's socket
-FORK_S = 20.0  # timeout for the fork server; the raylet starts another process after 30 s
+FORK_S = 20.0  # timeout in seconds for the fork server; the raylet starts another process after 30 s
 
 
 def is_plain(words: Sequence[str]) -> bool:
@@ -34,7 +35,7 @@ def worker_command(words: Sequence[str]) -> list[str]:
 
 
 def ask_fork_server(path: str, command: Sequence[str]) -> bool:
-    """Requests a process that executes ``command``; returns False, and prints why, if there is no answer."""
+    """Requests a process that executes ``command``. Without an answer, returns False and prints why."""
     import json
     import signal
     import socket
@@ -62,7 +63,7 @@ def ask_fork_server(path: str, command: Sequence[str]) -> bool:
 
 
 def _oom_score_adj() -> str:
-    """Returns this process's oom_score_adj (the kernel's preference to kill it for memory), as set by the raylet."""
+    """Returns this process's oom_score_adj, which the raylet set (the kernel's preference to kill it for memory)."""
     with open("/proc/self/oom_score_adj", encoding="ascii") as file:
         return file.read()
 

@@ -19,10 +19,10 @@ from relax_core.families.architecture import AudioSettings, PatchSettings
 
 
 class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the settings of a worker: ``root`` is data.media_root, and ``folder`` is the output folder of the items.
+    """Holds the settings of a worker: ``root`` is data.media_root, and ``folder`` is the output folder for items.
 
-    ``tower`` and ``audio`` may be whole towers; only their settings are sent. ``audio`` is None for a model without
-    audio input. With ``audio_in_video`` a video and its sound are one item.
+    ``tower`` and ``audio`` may be complete tower objects; only their settings are sent to the worker. ``audio`` is None
+    for a model without audio input. With ``audio_in_video`` a video and its sound are one item.
     """
 
     model_folder: str
@@ -35,7 +35,7 @@ class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a source. If it has no path, its ``data_bytes`` raw bytes follow the message."""
+    """Names a source. For a source without a path, the ``data_bytes`` raw bytes of its content follow the message."""
 
     kind: MediaKind
     path: str | None
@@ -43,7 +43,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the item, or the reason and text of its refusal."""
+    """Holds the item, or the reason and the text of the refusal."""
 
     item: MediaItem | None = None
     word: MediaReason | None = None
@@ -57,9 +57,9 @@ _MAIN = "relax_core.data.media.encode_worker_main"
 class EncodePool:
     """Encodes sources in ``workers`` child processes, one source at a time in each.
 
-    A worker that takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, or dies, is replaced. An
-    item that took too long is refused. An item whose worker died is retried once, because something else may have
-    killed the worker, and is refused if the next worker dies too. The media folder must exist.
+    A worker that dies, or takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, is replaced. An
+    item that took too long is refused. After the death of its worker an item is retried once, because the item may not
+    be the cause. If the next worker dies too, the item is refused. The media folder must exist.
     """
 
     def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
@@ -75,7 +75,7 @@ class EncodePool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode")
 
     async def encode(self, source: MediaSource) -> MediaItem:
-        """Encodes a source into a file in the media folder, and returns its item.
+        """Encodes a source into a file in the media folder, and returns the item.
 
         Raises MediaError if the source is refused, and RuntimeError if a worker cannot start or the pool was closed.
         """
@@ -115,7 +115,7 @@ class EncodePool:
         """
         for worker in self.workers:
             worker.stop()
-        self._threads.shutdown(wait=True)  # items that wait for a worker find it stopped
+        self._threads.shutdown(wait=True)  # items that still wait for a worker get a stopped worker
         for worker in self.workers:
             worker.close_pipes()
 

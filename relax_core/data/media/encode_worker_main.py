@@ -1,6 +1,7 @@
 """The worker process that encodes media: ``python -m relax_core.data.media.encode_worker_main``.
 
-An `EncodePool` starts it as a child. It imports neither torch nor transformers, and the tokenizer only for a video.
+An `EncodePool` starts this process as a child. The process imports neither torch nor transformers. It imports the
+tokenizer only for a video.
 """
 
 from __future__ import annotations

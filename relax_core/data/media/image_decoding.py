@@ -1,7 +1,7 @@
 """Decodes still images with Pillow to upright 8-bit RGB on white, and checks their size and completeness.
 
-Pillow fills missing rows without an error: grey in a JPEG (by libjpeg), 0 in a PNG. Therefore an image that ends in
-such rows is checked a second time.
+Pillow fills missing rows without an error: with grey in a JPEG (by libjpeg), with 0 in a PNG. Therefore an image with
+such rows at its end is checked a second time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-_GREY = 128  # libjpeg's fill value in each channel, also of CMYK images, inverted or not
-_END = 4  # number of pixels at the end of a JPEG's last row; truncation always loses them
-_BLOCK = 1 << 14  # packed bytes per step; they unpack to at most 1,032 times as many
+_GREY = 128  # libjpeg's fill value in each channel, also in CMYK images, inverted or not
+_END = 4  # pixels at the end of a JPEG's last row, which every truncation loses
+_BLOCK = 1 << 14  # compressed bytes per step; they unpack to at most 1,032 times their size
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # PNG colour type → channels
 # The first column and row of each pass of an interlaced PNG, and its steps (W3C PNG, third edition, 8.2).
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 
 def check_all_rows(image: Image.Image, file: IO[bytes]) -> None:
-    """Raises MediaError if a decoded PNG or JPEG has fewer rows than its header states; ``file`` is its source.
+    """Raises MediaError if a decoded PNG or JPEG has fewer rows than its header states; ``file`` is the image's file.
 
-    Call this before the image is changed.
+    Call this function before the image is changed.
     """
     if image.format not in ("PNG", "JPEG", "MPO"):
         return
@@ -52,7 +52,7 @@ def check_all_rows(image: Image.Image, file: IO[bytes]) -> None:
 
 
 def _has_all_bytes(data: bytes) -> bool:
-    """Returns whether the pixels of a PNG unpack to as many bytes as its header says."""
+    """Returns whether the pixels of a PNG unpack to the number of bytes that its header implies."""
     width, height, bits, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
     missing = sum(
         rows * (1 + -(-columns * bits * _CHANNELS[colour] // 8))
@@ -70,13 +70,13 @@ def _has_all_bytes(data: bytes) -> bool:
 
 
 def _pass_sizes(width: int, height: int) -> list[tuple[int, int]]:
-    """Returns columns and rows of each non-empty pass of an interlaced PNG."""
+    """Returns the number of columns and rows of each non-empty pass of an interlaced PNG."""
     sizes = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in _PASSES]
     return [(columns, rows) for columns, rows in sizes if columns > 0 and rows > 0]
 
 
 def _decodes_whole(data: bytes) -> bool:
-    """Returns whether FFmpeg, which unlike libjpeg stops at missing data, decodes a JPEG."""
+    """Returns whether FFmpeg decodes a JPEG completely; FFmpeg stops at missing data, and libjpeg does not."""
     import av
 
     decoder = av.CodecContext.create("mjpeg", "r")
@@ -89,7 +89,7 @@ def _decodes_whole(data: bytes) -> bool:
 
 
 _UPRIGHT = 1
-_ORIENTATION = 0x0112  # the EXIF tag
+_ORIENTATION = 0x0112  # the EXIF tag of the rotation
 _MAY_MOVE = ("GIF", "PNG", "WEBP")
 
 
@@ -98,9 +98,9 @@ def opened_image(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[Im
     """Opens an image and reads only its header. Raises MediaError if the header breaks a limit."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # our own limit applies instead; Pillow only warns up to twice its limit
+    Image.MAX_IMAGE_PIXELS = None  # Relax checks a limit below; Pillow's limit only warns up to twice its value
     if form == "WEBP":
-        _check_canvas(file, limits)  # because Pillow allocates a WebP's canvas when it opens the file
+        _check_canvas(file, limits)  # checked first, because Pillow allocates a WebP's canvas when it opens the file
     with _refused_if_damaged():
         image = Image.open(file, formats=[form])
     with image:
@@ -120,7 +120,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def decoded_image(image: Image.Image, file: IO[bytes]) -> Image.Image:
-    """Returns the pixels of an image opened from ``file``, upright, as 8-bit RGB; transparent pixels are white.
+    """Returns the upright pixels of an image opened from ``file``, as 8-bit RGB; transparent pixels become white.
 
     Raises MediaError for an image that is truncated or damaged.
     """
@@ -156,7 +156,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Returns a 16-bit grey image as RGB: the upper byte of each value, as Pillow does for 16-bit colours."""
+    """Converts a 16-bit grey image to RGB from the upper byte of each value, as Pillow does for 16-bit colours."""
     from PIL import Image
 
     values = np.asarray(image)
@@ -180,7 +180,7 @@ def _refused_if_damaged() -> Iterator[None]:
 
 
 def _check_canvas(file: IO[bytes], limits: MediaLimits) -> None:
-    """Raises MediaError if a WebP's header is incomplete or breaks a limit; the file is at position 0 again."""
+    """Raises MediaError if a WebP's header is incomplete or breaks a limit. Sets the file back to position 0."""
     head = file.read(30)
     file.seek(0)
     try:

@@ -1,4 +1,4 @@
-"""Encodes one image, video or sound into a media item: its rows, its offsets, its uint8 frames and its features."""
+"""Encodes one image, video or sound into a media item, which has rows, offsets, uint8 frames and audio features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_r
 
 Tokenize = Callable[[str], Sequence[int]]
 Encoded = tuple[MediaItem, dict[str, np.ndarray]]
-_FORMAT = 2  # the digest's version: it changes when the same source and settings give another item
+_FORMAT = 2  # version in the digest; increase it when the same source and settings give a different item
 
 
 class Sound(NamedTuple):
@@ -52,9 +52,10 @@ def encode_item(
 ) -> Encoded:
     """Returns the item of a source and its tensors (`relax_core.contracts.media.MediaItem`).
 
-    ``tokenize`` returns the ids of a video's time stamps. ``audio`` is needed for sounds and, with ``audio_in_video``,
-    for videos, which then become one item with their sound track. Sources with the same pixels, times and sounds give
-    the same digest. Raises MediaError, with a text that begins with the name of the source.
+    ``tokenize`` returns the token ids of a video's time stamps. ``audio`` is needed for sounds. With ``audio_in_video``
+    it is also needed for videos, because a video and its sound track then become one item. Sources with the same
+    pixels, times and sounds have the same digest. Raises MediaError, with a text that begins with the name of the
+    source.
     """
     try:
         opened = open_source(source, limits, root=root)
@@ -110,7 +111,10 @@ def _encode_video(
 
 
 def clip_item(audio: AudioSettings, features: np.ndarray, seconds: float) -> Encoded:
-    """Returns the item of a sound's features, float32 ``[mel bins, frames]``; ``seconds`` is its length."""
+    """Returns the item of a sound with these features, float32 ``[mel bins, frames]``.
+
+    ``seconds`` is the sound's length.
+    """
     frames = features.shape[1]
     item = _item(clip_rows(audio, frames=frames), kind="audio", grid=[0, 0, 0], height=0, width=0)
     item = msgspec.structs.replace(item, frames=0, audio_frames=frames, audio_seconds=seconds)
@@ -118,7 +122,7 @@ def clip_item(audio: AudioSettings, features: np.ndarray, seconds: float) -> Enc
 
 
 def image_item(tower: PatchSettings, pixels: np.ndarray, *, height: int, width: int) -> Encoded:
-    """Returns the item of a resized image, uint8 ``[height, width, 3]``; the keywords are the size of its source."""
+    """Returns the item of a resized image, uint8 ``[height, width, 3]``; the keywords are the size of the source."""
     grid = [1, pixels.shape[0] // tower.patch_size, pixels.shape[1] // tower.patch_size]
     item = _item(image_rows(tower, grid=grid), kind="image", grid=grid, height=height, width=width)
     return _with_digest(item, {"frames": pixels[None]}, _pixel_settings(tower))
@@ -137,7 +141,8 @@ def video_item(
 ) -> Encoded:
     """Returns the item of a video's resized frames, uint8 ``[frames, height, width, 3]``, and of its sound.
 
-    ``indices`` are their numbers in the source, which has ``fps`` frames per second and frames of the given size.
+    ``indices`` are the numbers of these frames in the source. The source has ``fps`` frames per second and frames of
+    the given size.
     """
     seconds = stamp_seconds(indices, fps, tower.temporal_patch_size)
     grid = [len(seconds), frames.shape[1] // tower.patch_size, frames.shape[2] // tower.patch_size]
@@ -185,6 +190,6 @@ def _sound_settings(audio: AudioSettings) -> tuple[object, ...]:
 
 
 def _with_digest(item: MediaItem, tensors: Mapping[str, np.ndarray], settings: tuple[object, ...]) -> Encoded:
-    """Returns the item with its digest over record, settings and tensors."""
+    """Returns the item with the digest of its record, settings and tensors."""
     record = msgspec.msgpack.encode((_FORMAT, item, settings))
     return msgspec.structs.replace(item, digest=item_digest(record, tensors)), dict(tensors)

@@ -1,4 +1,4 @@
-"""Reads the headers of media without decoding them, so that a plan can count their rows and bytes."""
+"""Reads the headers of media without decoding the media, so a memory plan can count rows and bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ STAMP_TOKENS = 10  # tokens of a time stamp such as "<12.3 seconds>"; tokenizers
 
 @dataclass(frozen=True, kw_only=True)
 class MediaHeader:
-    """Describes a source by its header: size in pixels, and frames and seconds of the source, 1 and 0 for an image.
+    """Describes a source by its header: size in pixels, number of frames, and seconds.
 
-    ``audio_seconds`` is the length of the sound that becomes part of the item.
+    An image has 1 frame and 0 seconds.
+
+    ``audio_seconds`` is the length of the item's sound.
     """
 
     kind: MediaKind
@@ -34,7 +36,7 @@ class MediaHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """Holds the sizes of a source's item: rows in the tree, patches for the vision tower, bytes of its tensors.
+    """Holds the sizes of an item: rows in the tree, patches for the vision tower, bytes of its tensors.
 
     ``source_pixels`` is the size of the source's image or frame before its resize, and ``audio_frames`` is the number
     of feature frames for the audio tower.
@@ -51,10 +53,10 @@ class PlannedItem:
 def read_media_header(
     source: MediaSource, limits: MediaLimits, *, root: Path, audio_in_video: bool = False
 ) -> MediaHeader:
-    """Returns the header of a source. Raises MediaError as encoding does, if the header shows the problem.
+    """Returns the header of a source. Raises the same MediaError as encoding, if the header shows the problem.
 
-    A sound without a length in its header counts as the longest sound that the limits allow. The rotation of a video is
-    stored in its frames and not read here: height and width of a phone's video may be swapped.
+    For a sound without a length in its header, the longest allowed length is returned. This function does not read the
+    rotation of a video, which is stored in the frames. So height and width of a phone's video may be swapped.
     """
     try:
         opened = open_source(source, limits, root=root)
@@ -86,10 +88,11 @@ def planned_item(
     audio: AudioSettings | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> PlannedItem:
-    """Returns the sizes of the item that encoding gives for a header.
+    """Returns the sizes of the item that the encoder will make from a source with this header.
 
-    ``tokenize`` returns the ids of a video's time stamps; without it each counts as `STAMP_TOKENS`. ``audio`` is needed
-    for a header with sound. Raises MediaError for an item that has too many rows at its smallest size.
+    ``tokenize`` returns the token ids of a video's time stamps; without it each time stamp is assumed to have
+    `STAMP_TOKENS` tokens. ``audio`` is needed for a header with sound. Raises MediaError for an item that has too many
+    rows at its smallest size.
     """
     sound = _planned_sound(header, audio)
     if header.kind == "audio":

@@ -1,6 +1,6 @@
-"""The limits of images, videos and sounds, and the sizes to which images and frames are resized under them.
+"""Defines the limits of images, videos and sounds, and computes the sizes of resized images and frames.
 
-The sizes are those that the Qwen-VL processors compute.
+The Qwen-VL processors compute the same sizes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from relax_core.families.architecture import PatchSettings
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Bounds items and their sources; each field is checked before the work that it bounds.
+    """Holds the limits of items and their sources. Each limit is checked before the work that it limits.
 
-    An image becomes ``image_rows_min`` to ``image_rows_max`` rows, within the bounds of the model's own processor, and
-    a frame step of a video at most ``frame_rows``. ``source_pixels`` bounds width times height of an image or a frame
-    before its resize. A video is sampled at ``video_fps`` frames per second, ``video_frames_min`` to
-    ``video_frames_max`` frames in all; its source has at most ``source_frames`` frames and ``source_seconds`` seconds.
-    A sound, also that of a video, has ``audio_seconds_min`` to ``audio_seconds_max`` seconds. ``item_bytes`` bounds the
-    size of the file. A worker may take ``worker_timeout_s`` seconds for an item and
-    ``worker_bytes`` bytes of address space.
+    An image gets ``image_rows_min`` to ``image_rows_max`` rows, within the bounds of the model's processor. A frame
+    step of a video gets at most ``frame_rows`` rows. ``source_pixels`` limits width times height of an image or a frame
+    before its resize. ``video_frames_min`` to ``video_frames_max`` frames of a video are sampled, at ``video_fps``
+    frames per second; the source has at most ``source_frames`` frames and ``source_seconds`` seconds. A sound or a
+    sound track has ``audio_seconds_min`` to ``audio_seconds_max`` seconds. ``item_bytes`` limits the size of the source
+    file. A worker may use ``worker_timeout_s`` seconds for an item and ``worker_bytes`` bytes of address space.
     """
 
     image_rows_min: int = 4
@@ -41,7 +40,7 @@ class MediaLimits:
     worker_bytes: int = 4 << 30
 
 
-MAX_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one
+MAX_ASPECT = 200  # the processors refuse an image if the longer side is more than this times the shorter side
 
 
 def image_size(tower: PatchSettings, limits: MediaLimits, *, height: int, width: int) -> tuple[int, int]:
@@ -59,7 +58,7 @@ def image_size(tower: PatchSettings, limits: MediaLimits, *, height: int, width:
 
 
 def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Returns height and width of each of a video's ``frames`` sampled frames after their resize.
+    """Returns height and width of the resized frames of a video with ``frames`` sampled frames.
 
     Raises MediaError if a frame step has more than ``limits.frame_rows`` rows at its smallest size.
     """
@@ -74,7 +73,7 @@ def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    counted = round(frames / step) * step  # the processor counts whole steps, rounded to the nearest
+    counted = round(frames / step) * step  # the processor rounds the number of steps to the nearest integer
     largest = min(tower.video_max_pixels, limits.frame_rows * factor**2 * min(frames, counted))
     smallest = min(tower.video_min_pixels, largest)
     size = _fit(height, width, factor=factor, frames=frames, counted=counted, smallest=smallest, largest=largest)
@@ -83,7 +82,7 @@ def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height
 
 
 def check_source_size(kind: MediaKind, limits: MediaLimits, *, height: int, width: int) -> None:
-    """Raises MediaError for a source without pixels, with too many of them, or with too long a side."""
+    """Raises MediaError for a source without pixels, with too many pixels, or with a side that is too long."""
     if height < 1 or width < 1:
         raise MediaError(kind, "truncated", f"its header says {width}×{height} pixels.")
     if height * width > limits.source_pixels:
@@ -101,7 +100,7 @@ def check_source_size(kind: MediaKind, limits: MediaLimits, *, height: int, widt
 def _fit(
     height: int, width: int, *, factor: int, frames: int, counted: int, smallest: int, largest: int
 ) -> tuple[int, int]:
-    """Returns multiples of ``factor`` near the given size whose pixels, of all frames, lie between the bounds."""
+    """Returns the nearest multiples of ``factor`` to the given size with a total number of pixels within the bounds."""
     rounded = round(height / factor) * factor, round(width / factor) * factor
     pixels = counted * rounded[0] * rounded[1]
     if pixels > largest:

@@ -1,6 +1,6 @@
 """Decodes six generated files for `relax doctor`: ``python -m relax_core.data.media.media_trial_main``.
 
-It runs in a separate process, because a broken build of a decoder crashes its process.
+The files are decoded in a separate process, because a broken build of a decoder crashes its process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.families.architecture import AudioSettings, PatchSettings
 
 _SIDE = 64
-# The patches of Qwen3-VL, with arbitrary token ids; images may be as small as those of this trial.
+# The patch sizes of Qwen3-VL, with arbitrary token ids. The limits allow the small images of this trial.
 TRIAL_SETTINGS = PatchSettings(
     patch_size=16,
     temporal_patch_size=2,
@@ -29,7 +29,7 @@ TRIAL_SETTINGS = PatchSettings(
     vision_end_token_id=4,
     min_pixels=_SIDE**2,
 )
-# The sounds of Qwen3-Omni, and its videos, which have no time stamps.
+# The audio and video settings of Qwen3-Omni; its videos have no time stamps.
 TRIAL_AUDIO = AudioSettings(
     sampling_rate=16_000,
     mel_bins=128,
@@ -42,9 +42,9 @@ TRIAL_AUDIO = AudioSettings(
 )
 TIMED_SETTINGS = dataclasses.replace(TRIAL_SETTINGS, positions_per_second=13)
 _LEVEL = 200
-_TOLERANCE = 8  # WebP and MP4 lose some levels
+_TOLERANCE = 8  # tolerance, because WebP and MP4 change pixel values slightly
 _RATE, _HERTZ, _SECONDS = 24_000, 1_000, 1.0
-_BIN = 42  # of 128 mel bins, the one around 1,000 Hz
+_BIN = 42  # index of the mel bin around 1,000 Hz, of 128 bins
 
 
 def main() -> None:

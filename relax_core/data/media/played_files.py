@@ -1,4 +1,4 @@
-"""Keeps sounds and videos of a run as playable files for its samples page, and limits how many media are kept."""
+"""Keeps sounds and videos of a run as playable files for the run's samples page, within limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaSource
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.source_files import open_source, sniffed_format
 
-# All of the first items are kept, then one per pause. The pause begins at 2 s and doubles after every 500 kept items.
+# The first items are all kept; then one item is kept per interval. The interval is 2 s at first and doubles after every
+# 500 kept items.
 ALL_OF, PAUSE_S, DOUBLED_EACH, MAX_KEPT = 64, 2.0, 500, 4000
 
 
 class KeptRate:
-    """Decides for each item whether it is kept, so that keeping items costs a run at most 1% of a core."""
+    """Decides for each item whether to keep it. This limits the cost of kept items to 1% of a core."""
 
     def __init__(self) -> None:
         self._kept, self._next = 0, 0.0
@@ -34,7 +35,7 @@ class KeptRate:
 
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES, MAX_BYTES = 8_000_000, 256_000_000  # limits of one file, and of all files of one process
-HEAD_BYTES = 32  # first bytes of a file, which show its format
+HEAD_BYTES = 32  # number of first bytes that show a file's format
 TYPES = {
     "WAV": "audio/wav",
     "FLAC": "audio/flac",
@@ -48,8 +49,9 @@ TYPES = {
 class PlayedFiles:
     """Copies sources of sounds and videos into ``folder``, each in a thread; a file's name is the item's digest.
 
-    All are kept up to half of `MAX_BYTES`, then a selection (`KeptRate`) up to `MAX_BYTES`. A file above
-    `MAX_FILE_BYTES` is left out. A file that cannot be read or written is only missing from the page.
+    All sources are kept until they have half of `MAX_BYTES`; then a selection (`KeptRate`) is kept, up to `MAX_BYTES`.
+    A file above `MAX_FILE_BYTES` is not kept. If a file cannot be read or written, it is missing on the page, and the
+    run continues.
     """
 
     def __init__(self, folder: Path, *, root: Path, limits: MediaLimits) -> None:
@@ -59,7 +61,7 @@ class PlayedFiles:
         self._bytes = 0
 
     def add(self, item: MediaItem, source: MediaSource) -> None:
-        """Starts to copy the source of an item, if it is kept."""
+        """Starts to copy the source of an item, if the item is kept."""
         file = self._folder / item.digest
         if item.kind == "image" or self._bytes >= MAX_BYTES or file.exists():
             return
@@ -84,6 +86,6 @@ class PlayedFiles:
 
 
 def played_type(file: Path) -> str | None:
-    """Returns the MIME type, such as "audio/wav", that the first bytes of a kept file show; None for other content."""
+    """Returns the MIME type of a kept file, such as "audio/wav", by its first bytes; None for unknown content."""
     with file.open("rb") as opened:
         return TYPES.get(sniffed_format(opened.read(HEAD_BYTES)))

@@ -1,8 +1,8 @@
 """Decodes sounds (audio files and sound tracks of videos) within limits, and computes Whisper's log-mel features.
 
-Our own code reads the headers first, because libsndfile may shorten a truncated file without an error. The features
-are computed with numpy in float64: transformers' WhisperFeatureExtractor does the same with numpy, or in float32 with
-torch if it is installed, which a worker process does not import.
+This module reads the headers of sounds before libsndfile does, because libsndfile may shorten a truncated file without
+an error. It computes the features with numpy in float64, like transformers' WhisperFeatureExtractor without torch.
+(With torch, WhisperFeatureExtractor uses float32; a worker process does not import torch.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from relax_core.data.media.video_decoding import opened_container
 from relax_core.families.architecture import AudioSettings
 
 MAX_CHANNELS = 8
-RATES = (4_000, 192_000)  # samples a second of the source
-PACKET = 2048  # samples of padding that an encoder appends to a sound at most
-_ROUNDING_S = 0.001  # tolerance of the limits of a length, because files count whole packets or samples
+RATES = (4_000, 192_000)  # smallest and largest sample rate of a source in Hz
+PACKET = 2048  # most samples of padding that an encoder appends to a sound
+_ROUNDING_S = 0.001  # tolerance in seconds for limits of a length, because files count whole packets or samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,34 +62,34 @@ def check_seconds(seconds: float, limits: MediaLimits) -> None:
 
 
 def max_samples(rate: int, limits: MediaLimits) -> int:
-    """Returns the number of samples after which decoding stops, because the sound is too long then."""
+    """Returns the number of samples after which decoding stops because the sound is too long."""
     return int((limits.audio_seconds_max + _ROUNDING_S) * rate) + 1
 
 
 def without_padding(samples: np.ndarray, length: int) -> np.ndarray:
-    """Returns the first ``length`` decoded samples if the remaining samples may be padding, else all samples."""
+    """Returns the first ``length`` decoded samples if all further samples may be padding, else all samples."""
     return samples[:length] if len(samples) - length <= PACKET else samples
 
 
 def check_samples(samples: np.ndarray, rate: int, limits: MediaLimits) -> None:
-    """Raises MediaError for decoded samples ``[samples]`` whose length breaks a limit or that are not finite."""
+    """Raises MediaError if the number of decoded samples ``[samples]`` breaks a limit, or if a sample is not finite."""
     check_seconds(len(samples) / rate, limits)
     if not np.isfinite(samples).all():
         raise MediaError("audio", "not_finite", "it has samples that are infinite or not a number.")
 
 
-# The size of the samples in a WAV header that SoX, FFmpeg and other programs write into a pipe.
+# The sizes of the samples in WAV headers that SoX, FFmpeg and other programs write into a pipe.
 _UNKNOWN = frozenset({0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFDB, 0xFFFFFFFF})
 _SMALLEST_UNKNOWN = min(_UNKNOWN)
 _EVEN = (1, 3, 6, 7, 0xFFFE)  # codes of WAV formats with samples of fixed size: PCM, floats, A-law, mu-law, extensible
-_MAX_CHUNKS = 1_000  # before a WAV's samples
-_OGG_END = 4  # the flag of a page that ends its stream
-_FIRST_FRAME = 192  # bytes of an MP3's first frame that may hold the frame count
-_END = 1 << 45  # the reported size of an MP3 without a frame count
+_MAX_CHUNKS = 1_000  # most chunks before a WAV's samples
+_OGG_END = 4  # the flag of the last page of an Ogg stream
+_FIRST_FRAME = 192  # bytes of an MP3's first frame that may contain the frame count
+_END = 1 << 45  # the size in bytes that is reported for an MP3 without a frame count
 
 
 class _WavData(NamedTuple):
-    """Holds a WAV's header, the offset of the field with the samples' size, their real size, and the field's value."""
+    """Holds a WAV's header, the offset and the value of its field for the size of the samples, and their real size."""
 
     header: SoundHeader
     at: int
@@ -98,9 +98,11 @@ class _WavData(NamedTuple):
 
 
 def written_header(file: IO[bytes], form: str) -> SoundHeader | None:
-    """Returns the header of a WAV or FLAC file, None for other formats; the pages of an Ogg file are only checked.
+    """Returns the header of a WAV or FLAC file.
 
-    Raises MediaError for a file that is not complete. The file is at position 0 again.
+    Checks the pages of an Ogg file. Returns None for Ogg and all other formats.
+
+    Raises MediaError for an incomplete file. Sets the file back to position 0.
     """
     try:
         file.seek(0)
@@ -120,9 +122,9 @@ def written_header(file: IO[bytes], form: str) -> SoundHeader | None:
 def readable_file(file: IO[bytes], form: str) -> Any:
     """Returns a file object, at position 0, that libsndfile reads to the end of the sound.
 
-    libsndfile reads no samples from a WAV with size 0 in its header, as pipes give. It guesses the length of an MP3
-    without a frame count from the size of the file and the first frame, and so cuts the end of a file with a variable
-    bit rate. The file must have passed `written_header`.
+    Without this wrapper, libsndfile reads no samples from a WAV with size 0 in its header, which is written into a
+    pipe. For an MP3 without a frame count, libsndfile guesses the length from the file's size and the first frame; this
+    cuts the end of a file with a variable bit rate. The file must have passed `written_header`.
     """
     file.seek(0)
     if form == "WAV":
@@ -141,7 +143,7 @@ def readable_file(file: IO[bytes], form: str) -> Any:
 
 
 class _Endless:
-    """Wraps a file and reports an end far after its bytes, so that no length is guessed from its size."""
+    """Wraps a file and reports a very large size, so libsndfile does not guess a length from the size."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -159,7 +161,7 @@ class _Endless:
 
 
 def _counts_frames(file: IO[bytes]) -> bool:
-    """Returns whether the first frame of an MP3, after an ID3 tag, holds the frame count."""
+    """Returns whether the first frame of an MP3, after an ID3 tag, contains the frame count."""
     head = file.read(10)
     at = 0
     if head[:3] == b"ID3" and len(head) == 10:
@@ -227,14 +229,14 @@ def _cut(text: str) -> MediaError:
     return MediaError("audio", "truncated", f"it is truncated or damaged: {text}")
 
 
-# For each format that the first bytes of a file show, the formats that libsndfile may find in it.
+# Maps each format that the first bytes of a file show to the formats that libsndfile may report for the file.
 _FOUND = {"WAV": ("WAV", "WAVEX"), "FLAC": ("FLAC",), "OGG": ("OGG",), "MP3": ("MP3",)}
-_BLOCK = 1 << 16  # samples that are decoded at a time
-_UNKNOWN_LENGTH = 1 << 40  # libsndfile reports more samples than this if a file does not state their number
+_BLOCK = 1 << 16  # number of samples that are decoded at a time
+_UNKNOWN_LENGTH = 1 << 40  # if a file does not state its number of samples, libsndfile reports more than this
 
 
 def file_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
-    """Returns the header of a sound. Raises MediaError if it breaks a limit."""
+    """Returns the header of a sound. Raises MediaError if the header breaks a limit."""
     written = written_header(file, form)
     if written is not None:
         check_sound(written, limits)
@@ -245,9 +247,9 @@ def file_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
 
 
 def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
-    """Returns the mean of a sound's channels, float32 ``[samples]`` of full scale 1, and its samples a second."""
+    """Returns the mean of a sound's channels, float32 ``[samples]`` with full scale 1, and the sample rate."""
     header = file_header(file, form, limits)
-    is_padded = form == "MP3" and header.seconds is None  # a frame count gives the padding, too
+    is_padded = form == "MP3" and header.seconds is None  # with a frame count the file also states its padding
     most = max_samples(header.rate, limits) + (PACKET if is_padded else 0)
     blocks, count = [np.zeros(0, np.float32)], 0
     with _opened(file, form) as sound:
@@ -281,7 +283,7 @@ def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
 
     try:
         with soundfile.SoundFile(readable_file(file, form)) as sound:
-            sound.seekable = lambda: False  # it seeks after each block, which fails at the end of a FLAC from a pipe
+            sound.seekable = lambda: False  # prevents seeks, which fail at the end of a FLAC from a pipe
             if sound.format not in _FOUND[form]:
                 message = f"its content is {sound.format} and not {form}. Convert it."
                 raise MediaError("audio", "unknown_format", message)
@@ -293,19 +295,19 @@ def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
 # The codecs of phones, cameras, browsers and data sets, in addition to uncompressed samples (pcm_*).
 _CODECS = ("aac", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
-_TRACK_ROUNDING_S = 0.1  # tolerance for a track that is shorter than its header says; encoders count whole packets
+_TRACK_ROUNDING_S = 0.1  # tolerance for a track that is shorter than its header says, because encoders count packets
 
 
 def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
-    """Returns the header of a container's sound. Raises MediaError if there is none or if it breaks a limit."""
+    """Returns the header of a container's sound track. Raises MediaError if the track is missing or breaks a limit."""
     with opened_container(file, form, limits) as container:
         return _track_header(_track(container), limits)
 
 
 def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
-    """Returns the mean of a track's channels, float32 ``[samples]`` of full scale 1, and its samples a second.
+    """Returns the mean of a track's channels, float32 ``[samples]`` with full scale 1, and the sample rate.
 
-    The padding of the last packet, after the track's length, is left out.
+    The result does not contain the padding of the last packet, beyond the track's length.
     """
     import av
 
@@ -315,7 +317,7 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
         header = _track_header(track, limits)
         track.codec_context.thread_count = 1
         most = max_samples(header.rate, limits) + PACKET
-        planar = av.AudioResampler(format="fltp")  # it raises ValueError if rate or channels change
+        planar = av.AudioResampler(format="fltp")  # the resampler raises ValueError if rate or channels change
         for frame in container.decode(track):
             if frame.is_corrupt or frame.sample_rate != header.rate:
                 raise MediaError("audio", "truncated", "its sound is damaged.")
@@ -355,13 +357,13 @@ def _seconds(track: Any) -> float | None:
     """Returns the length of a track, None if only the length of the whole container is known."""
     if track.duration is not None and track.time_base:
         return float(track.duration * track.time_base)
-    said = _CLOCK.match(track.metadata.get("DURATION", ""))  # FFmpeg writes it there in Matroska
+    said = _CLOCK.match(track.metadata.get("DURATION", ""))  # FFmpeg writes the track's length there in Matroska
     return None if said is None else int(said[1]) * 3600 + int(said[2]) * 60 + float(said[3])
 
 
-_LEAST = 1e-10  # lower bound of the energy in a bin
+_LEAST = 1e-10  # lower limit of the energy in a bin
 _RANGE = 8.0  # decades below the largest energy of the sound; smaller energies are clipped
-_FRAMES_PER_BATCH = 4096  # frames that are computed at a time
+_FRAMES_PER_BATCH = 4096  # number of frames that are computed at a time
 _LINEAR_HZ = 200 / 3  # per mel on Slaney's scale, up to 1,000 Hz
 _BREAK_HZ, _BREAK_MEL = 1_000.0, 15.0
 _LOG_STEP = np.log(6.4) / 27
@@ -371,7 +373,8 @@ _TOP_HZ = 8_000.0
 def log_mel(samples: np.ndarray, *, sampling_rate: int, mel_bins: int, fft_size: int, hop_length: int) -> np.ndarray:
     """Returns Whisper's log-mel features of ``samples``, float32 ``[mel_bins, len(samples) // hop_length]``.
 
-    ``samples`` is float32 ``[samples]``, more than half of ``fft_size``. The sound is mirrored at both ends.
+    ``samples`` is float32 ``[samples]``, with more than ``fft_size / 2`` samples. The sound is mirrored at its two
+    ends.
     """
     count = len(samples) // hop_length
     padded = np.pad(samples.astype(np.float64), fft_size // 2, mode="reflect")
@@ -409,15 +412,15 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 
 def sound_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
-    """Returns the header of a sound without decoding it. Raises MediaError if it breaks a limit."""
+    """Returns the header of a sound without decoding the sound. Raises MediaError if the header breaks a limit."""
     return track_header(file, form, limits) if form in VIDEO_FORMATS else file_header(file, form, limits)
 
 
 def clip_features(file: IO[bytes], form: str, audio: AudioSettings, limits: MediaLimits) -> tuple[np.ndarray, float]:
     """Returns the features of a sound, float32 ``[mel bins, frames]``, and its length in seconds.
 
-    The channels are averaged, and the mean is resampled to the model's rate. A sound is encoded alone and without
-    padding, so that its features do not depend on others. Raises MediaError.
+    The channels are averaged, and the mean is resampled to the model's rate. Each sound is encoded separately and
+    without padding, so its features do not depend on other sounds. Raises MediaError.
     """
     import soxr
 
@@ -434,5 +437,5 @@ def clip_features(file: IO[bytes], form: str, audio: AudioSettings, limits: Medi
         hop_length=audio.hop_length,
     )
     if not np.isfinite(features).all():
-        raise MediaError("audio", "not_finite", "its samples are too large for their energy to be a number.")
+        raise MediaError("audio", "not_finite", "its samples are too large: their energy is not finite.")
     return features, len(samples) / audio.sampling_rate

@@ -1,6 +1,7 @@
 """Opens media sources: regular files below the media root, within the size limit, of a known format.
 
-Decoders get open files and never paths, because FFmpeg opens other files of the machine that a file at a path names.
+Decoders get open files and never paths. If FFmpeg opens a file by path, it also opens other files of the machine that
+the file names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HEAD_BYTES = 32
 
 
 class OpenSource(NamedTuple):
-    """Holds an open file and its format, one of `FORMATS` for its kind; the caller closes the file."""
+    """Holds an open file and its format, one of the `FORMATS` of its kind of media; the caller closes the file."""
 
     file: IO[bytes]
     form: str
@@ -44,9 +45,9 @@ _KNOWN: dict[MediaKind, str] = {
 
 
 def open_source(source: MediaSource, limits: MediaLimits, *, root: Path) -> OpenSource:
-    """Returns the open file of a source, or a file object over its bytes, with the format that its first bytes show.
+    """Opens the file of a source, or a file object for its bytes, and determines the format from the first bytes.
 
-    Raises MediaError for a path that cannot or must not be opened, and for content of another kind or format.
+    Raises MediaError for a path that cannot or must not be opened, and for content of a wrong kind or unknown format.
     """
     if source.data is not None:
         _check_bytes(source.kind, len(source.data), limits)
@@ -71,7 +72,8 @@ def _open_path(kind: MediaKind, path: str, limits: MediaLimits, *, root: Path) -
         _check_place(kind, real, root)
         if not stat.S_ISREG(os.stat(real).st_mode):
             raise MediaError(kind, "unknown_format", f"{real} is not a regular file.")
-        # If the entry was replaced after the check, the flags keep it from blocking this process or leading elsewhere.
+        # If another process replaced the path after the check, these flags prevent a blocking open and an open through
+        # a link.
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         if isinstance(error, MediaError):
@@ -103,7 +105,7 @@ def _check_bytes(kind: MediaKind, size: int, limits: MediaLimits) -> None:
 
 
 def _format_of(kind: MediaKind, head: bytes) -> str:
-    """Returns the format that the first bytes show. Raises MediaError if it is not on the list of ``kind``."""
+    """Returns the format that the first bytes show. Raises MediaError if it is not a format of ``kind``."""
     if not head:
         raise MediaError(kind, "truncated", "the file is empty.")
     form = sniffed_format(head)
@@ -115,7 +117,7 @@ def _format_of(kind: MediaKind, head: bytes) -> str:
 
 
 def sniffed_format(head: bytes) -> str:
-    """Returns the format that a file's first 32 bytes show, an empty text for an unknown format."""
+    """Returns the format that a file's first 32 bytes show; empty for an unknown format."""
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if head.startswith(b"\xff\xd8\xff"):
@@ -140,7 +142,7 @@ def sniffed_format(head: bytes) -> str:
 
 
 def _is_mp3_frame(head: bytes) -> bool:
-    """Returns whether bytes begin a frame of MPEG audio, layer 3: eleven bits that are set, and three valid fields."""
+    """Returns whether bytes begin a frame of MPEG audio, layer 3: eleven set bits, then three valid fields."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return False
     return head[1] & 0x18 != 0x08 and head[2] & 0xF0 not in (0x00, 0xF0) and head[2] & 0x0C != 0x0C

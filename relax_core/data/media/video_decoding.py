@@ -1,4 +1,7 @@
-"""Decodes the sampled frames of a video with PyAV; checks the limits by header, by packets and while decoding."""
+"""Decodes the sampled frames of a video with PyAV.
+
+Checks the limits in the header, in the packets and while decoding.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ import numpy as np
 from relax_core.contracts.media import MediaError
 from relax_core.data.media.media_limits import MediaLimits, check_source_size
 
-# The codecs of phones, cameras, browsers and data sets. FFmpeg has hundreds more, most of them old and little tested.
+# The codecs of phones, cameras, browsers and data sets. FFmpeg has hundreds of further codecs, most of them old and
+# little tested.
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
-_CLOCK_S = 0.002  # tolerance of times, because Matroska counts in milliseconds
+_CLOCK_S = 0.002  # tolerance of times in seconds, because Matroska counts in milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class VideoHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoIndex:
-    """Holds the presentation times of a video's frames in order, and which of them begin a group of pictures.
+    """Holds the presentation times of a video's frames, in order, and marks frames that begin a group of pictures.
 
     ``times`` is None if the container does not give each frame a distinct time.
     """
@@ -47,7 +51,7 @@ class VideoIndex:
 
 
 def sample_frames(frames: int, fps: float, limits: MediaLimits) -> list[int]:
-    """Returns the numbers of the sampled frames: evenly spaced, ``limits.video_fps`` per second, as Qwen3-VL does."""
+    """Returns the numbers of the sampled frames: evenly spaced, ``limits.video_fps`` per second, as in Qwen3-VL."""
     count = int(frames / fps * limits.video_fps)
     count = min(max(count, limits.video_frames_min), limits.video_frames_max, frames)
     indices: list[int] = np.linspace(0, frames - 1, count).round().astype(int).tolist()
@@ -55,7 +59,7 @@ def sample_frames(frames: int, fps: float, limits: MediaLimits) -> list[int]:
 
 
 def stamp_seconds(indices: Sequence[int], fps: float, step: int) -> list[float]:
-    """Returns the time of each frame step in seconds: the middle between its first and its last frame."""
+    """Returns the time of each frame step in seconds: the middle between the step's first and last frame."""
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     return [(padded[at] / fps + padded[at + step - 1] / fps) / 2 for at in range(0, len(padded), step)]
 
@@ -68,13 +72,13 @@ def stamp_text(seconds: float) -> str:
 def step_seconds(indices: Sequence[int], fps: float, step: int) -> float:
     """Returns the time between two frame steps in seconds, as Qwen-Omni's tools pass it to transformers.
 
-    The sampled frames count as evenly spread over the whole length of the video.
+    The sampled frames are assumed to be spread evenly over the whole length of the video.
     """
     return step * (indices[-1] + 1) / fps / len(indices)
 
 
 def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader:
-    """Returns a video's header. Packets are counted only if it lacks the number of frames or the frame rate.
+    """Returns a video's header. Counts the packets only if the header lacks the number of frames or the frame rate.
 
     Raises MediaError if the header breaks a limit.
     """
@@ -108,7 +112,7 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
         known = sorted(time for time in times if time is not None)
         distinct = len(known) == len(times) and len(set(known)) == len(known)
         fps = said.fps
-        if not (said.frames and fps > 0):  # as in video_header: the rate of MP4 is frames over its length already
+        if not (said.frames and fps > 0):  # as in video_header: for MP4, the rate already is frames divided by length
             fps = _mean_rate(fps, len(times), float((end - known[0]) * stream.time_base) if distinct else 0.0)
         header = VideoHeader(frames=len(times), fps=fps, height=said.height, width=said.width)
         _check_length(header.seconds, limits)
@@ -118,10 +122,10 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
 
 
 def _mean_rate(said: float, frames: int, seconds: float) -> float:
-    """Returns frames per second: ``said`` by the header if it fits the measured ``seconds``, else the measured rate.
+    """Returns frames per second: the header's rate ``said`` if it fits the measured ``seconds``, else a measured rate.
 
-    A header of Matroska has the shortest time between two frames, or none. ``seconds`` may lack the last frame's time,
-    and is 0 if it is not known.
+    A Matroska header may have the shortest time between two frames, or no time. ``seconds`` may lack the last frame's
+    duration; it is 0 if unknown.
     """
     if seconds > 0 and (said <= 0 or abs(seconds - frames / said) > 1 / said + _CLOCK_S):
         return frames / seconds
@@ -148,10 +152,10 @@ def _upright(pixels: np.ndarray, matrix: tuple[int, ...]) -> np.ndarray:
 def decode_frames(
     file: IO[bytes], form: str, limits: MediaLimits, index: VideoIndex, indices: Sequence[int]
 ) -> Iterator[np.ndarray]:
-    """Yields the frames with the given numbers, in order, upright, uint8 ``[height, width, 3]``.
+    """Yields the frames with the given numbers, in order, as upright uint8 ``[height, width, 3]``.
 
-    Decoding skips to the last group of pictures that begins at or before the next such frame. Raises MediaError for a
-    frame that is damaged or breaks a limit.
+    Before each requested frame the decoder skips to the last group of pictures that begins at or before this frame.
+    Raises MediaError for a frame that is damaged or breaks a limit.
     """
     with _opened(file, form, limits) as (container, stream):
         stream.codec_context.options = {"max_pixels": str(limits.source_pixels)}
@@ -163,9 +167,9 @@ def decode_frames(
         for found, frame in frames:
             while number is not None and found == number:
                 check_source_size("video", limits, height=frame.height, width=frame.width)
-                if matrix is None:  # all frames of a video have the same
+                if matrix is None:  # all frames of a video have the same matrix
                     matrix = _display_matrix(frame)
-                    gc.collect(0)  # PyAV's side data and frame form a reference cycle, which holds the decoder
+                    gc.collect(0)  # PyAV's side data and frame form a reference cycle, which keeps the decoder alive
                 yield _upright(frame.to_ndarray(format="rgb24"), matrix)
                 number = next(wanted, None)
             if number is None:
@@ -179,7 +183,10 @@ def _by_number(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _by_time(container: Any, stream: Any, index: VideoIndex, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yields frames with their numbers; it seeks to the last group of pictures that begins at or before a frame."""
+    """Yields frames with their numbers.
+
+    Seeks to the last group of pictures that begins at or before a requested frame.
+    """
     assert index.times is not None
     numbers = {time: number for number, time in enumerate(index.times)}
     reached, keys = index.times[0] - 1, index.keys[1:]
@@ -194,7 +201,7 @@ def _by_time(container: Any, stream: Any, index: VideoIndex, indices: Sequence[i
             frame = next(decoder, None)
             if frame is None:
                 return
-            if sought and frame.pts is not None and frame.pts > time:  # the container sought too far
+            if sought and frame.pts is not None and frame.pts > time:  # the seek went too far
                 container.seek(index.times[0], stream=stream, backward=True)
                 decoder, keys, sought = container.decode(stream), [], False
                 continue

@@ -1,5 +1,5 @@
-"""Holds the embedded engine: one process that decodes batches on a CPU and serves SGLang's HTTP protocol on loopback.
+"""The embedded engine: one process that decodes batches on a CPU and serves SGLang's HTTP protocol on loopback.
 
-Start reading in ``assembly.py``, which builds the engine from its parts, in ``application.py``, which routes each
-request, in ``scheduler.py`` for the decode thread, or in ``decoder_model.py`` for the model.
+Start reading in ``assembly.py``, which builds the engine. ``application.py`` routes requests, ``scheduler.py`` runs the
+decode thread, and ``decoder_model.py`` computes the model.
 """

@@ -1,8 +1,8 @@
 """Runs one embedded engine process: ``python -m relax_core.engines.embedded``.
 
-It prints one line of JSON to stdout once it answers requests: {"url", "pid", "port"}. It ends on SIGTERM and, without
---stay, when its stdin is closed, so that it never outlives the process that started it. It exits with code 2 and one
-line on stderr if its command line or the model's folder is wrong.
+When the process is ready, it prints one line of JSON to stdout: {"url", "pid", "port"}. It ends on SIGTERM. Without
+--stay it also ends when its stdin is closed, so it never outlives its parent process. If the command line or the
+model's folder is wrong, it exits with code 2 and one line on stderr.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _listener(host: str, port: int, *, inherited: int | None, beyond_loopback: bool) -> socket.socket:
-    """Returns the socket that the owner has passed, or a new socket that listens on the port."""
+    """Returns the listening socket from the parent process, or a new socket that listens on the port."""
     if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
     if inherited is not None:
@@ -60,7 +60,7 @@ def _listener(host: str, port: int, *, inherited: int | None, beyond_loopback: b
 
 
 def _end_with_stdin() -> None:
-    """Ends the process as soon as its stdin is closed, because its owner has ended."""
+    """Ends the process as soon as its stdin is closed, because the parent process has ended."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         listener = _listener(
             arguments.host, arguments.port, inherited=arguments.listener, beyond_loopback=arguments.beyond_loopback
         )
-        gc.disable()  # during the imports: collections would take a fifth of their time and free almost nothing
+        gc.disable()  # garbage collections would take a fifth of the imports' time and free almost nothing
         from relax_core.engines.embedded.assembly import build_app, read_token, serve
 
         gc.freeze()
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     ready = json.dumps({"url": url_of(listener), "pid": os.getpid(), "port": listener.getsockname()[1]})
     gc.collect()
-    gc.freeze()  # objects from start-up stay, so the collector does not visit them during decoding
+    gc.freeze()  # excludes objects of the start-up from later garbage collections
     with asyncio.Runner(loop_factory=_event_loop) as runner:
         runner.run(serve(app, scheduler, listener, token=token, ready=ready))
     return 0

@@ -1,4 +1,4 @@
-"""Routes requests to their handlers as one ASGI application, and answers every route except /generate."""
+"""The ASGI application: routes requests to handlers, and implements every route except /generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relax_core.engines.embedded.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.weight_updates import WeightUpdates
 from relax_core.weights.transports import WeightGroupAddress
 
-GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its ranks and for a broadcast
+GROUP_TIMEOUT_S = 60.0  # maximum wait of a gloo group for its ranks, and for a broadcast
 MAX_GROUP_TIMEOUT_S = 3600.0
 MAX_NAME = 256  # characters
 MAX_PATH = 4096  # characters, as in Linux
@@ -94,7 +94,7 @@ class VersionBody(msgspec.Struct):
 
 
 def decode(body: bytes, kind: type[S]) -> S:
-    """Decodes a JSON body; an empty body counts as {}. Raises HttpError 400 if it does not fit ``kind``."""
+    """Decodes a JSON body as ``kind``; an empty body means {}. Raises HttpError 400 if the body does not fit."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def decode(body: bytes, kind: type[S]) -> S:
 
 
 def version_of(value: str | int) -> int:
-    """Returns the weight version as an integer. Raises HttpError 400 if it is not an integer from 0 on."""
+    """Returns the weight version as an integer. Raises HttpError 400 for negative numbers and other text."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value):
         value = int(value)
     if isinstance(value, int) and 0 <= value <= MAX_VERSION:
@@ -115,15 +115,15 @@ def version_of(value: str | int) -> int:
 
 
 def folder_of(body: DiskBody) -> str:
-    """Returns the path of the model's folder. Raises HttpError 400 if it cannot be a path."""
+    """Returns the path of the model's folder. Raises HttpError 400 if the value is no valid path."""
     path = body.model_path
     if not path or len(path) > MAX_PATH or "\0" in path:
-        raise HttpError(400, f"model_path={clipped(repr(path))}: no path; give a Hugging Face folder's")
+        raise HttpError(400, f"model_path={clipped(repr(path))}: not a path; give the path of a Hugging Face folder")
     return path
 
 
 def group_address(body: InitGroupBody) -> WeightGroupAddress:
-    """Returns the address of the group. Raises HttpError 400 if one of its values cannot be used."""
+    """Returns the address of the group. Raises HttpError 400 for an invalid value."""
     checks = {
         "backend": (body.backend, body.backend == "gloo", "gloo, because the embedded engine runs on the CPU"),
         "group_name": (body.group_name, 0 < len(body.group_name) <= MAX_NAME, f"1 to {MAX_NAME} characters"),
@@ -149,14 +149,14 @@ def group_address(body: InitGroupBody) -> WeightGroupAddress:
 
 
 DEADLINE_S = 20.0  # the deadline of SGLang's own probe
-REUSE_S = 1.0  # seconds for which further probes get the same answer
+REUSE_S = 1.0  # seconds for which further probes get the same result
 
 
 class HealthGenerate:
-    """Answers health probes with a forward pass of two tokens, at most once a second for any number of probes.
+    """Answers health probes with a forward pass of two tokens. At most one pass per second runs, and probes share it.
 
-    The route needs no token. The pass runs in the decode thread between two steps. It takes no slot and shares no
-    batch, so that it does not change the tokens of requests.
+    The route requires no bearer token. The pass runs in the decode thread between two steps, without a slot and without
+    other samples in its batch. It therefore does not change the tokens of requests.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -165,7 +165,7 @@ class HealthGenerate:
         self._ended = 0.0
 
     async def __call__(self, body: bytes) -> dict[str, Any]:
-        """Raises HttpError 503 with the reason if the engine generates no tokens."""
+        """Raises HttpError 503 with the reason if the engine cannot generate tokens."""
         if self._check is None or (self._check.done() and time.monotonic() - self._ended > REUSE_S):
             self._check = asyncio.create_task(self._checked())
         problem = await asyncio.shield(self._check)
@@ -199,9 +199,9 @@ Handler = Callable[[bytes], Awaitable[Any]]
 
 
 class ControlRoutes:
-    """Holds the handlers of the control routes: path → coroutine of the request's body.
+    """Implements the handlers of the control routes: path → coroutine function of the request's body.
 
-    ``changing`` holds the routes that need the bearer token, ``reporting`` those that do not.
+    ``changing`` has the routes that require the bearer token. ``reporting`` has the routes that do not.
     """
 
     def __init__(self, scheduler: Scheduler, updates: WeightUpdates, info: dict[str, Any]) -> None:
@@ -256,9 +256,9 @@ class ControlRoutes:
         return {"success": True, "status": "ok"}
 
     async def _flush_cache(self, body: bytes) -> dict[str, Any]:
-        """Drops kept prefixes, and the features of media items; no other cache outlives a request.
+        """Drops kept prefixes and the features of media items. These are the only caches that outlive a request.
 
-        It is refused, as in SGLang, while samples hold cache.
+        As in SGLang, the call is refused while samples use the KV cache.
         """
         load = await self._on_decode_thread(self._scheduler.load)
         if load.running:
@@ -300,7 +300,7 @@ class ControlRoutes:
 
     async def _rename(self, body: bytes) -> dict[str, Any]:
         version = decode(body, VersionBody).new_version
-        if version == str(NOTHING_ATTESTED):  # as a text, as SGLang writes versions
+        if version == str(NOTHING_ATTESTED):  # as text, like SGLang's versions
             return await self._updates.forget()
         return await self._updates.rename(version_of(version))
 
@@ -364,7 +364,7 @@ class EngineApp:
         path, method = scope["path"], scope["method"]
         if path in self._control.reporting and method == "GET":
             if self._has_token(scope):
-                scope["connection"].showed_token()  # a new client does not replace it while it waits for the answer
+                scope["connection"].showed_token()  # new connections cannot replace this connection before the response
             await asgi.answer(send, await self._control.reporting[path](b""))
         elif path == "/generate" and method == "POST":
             self._authorize(scope)

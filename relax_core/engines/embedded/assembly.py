@@ -1,4 +1,4 @@
-"""Builds the engine from its command line, and serves it until a signal to stop, or until the decode thread fails."""
+"""Builds the engine from its command line, and serves until a stop signal or a failure of the decode thread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from relax_core.weights.folder_stream import read_safetensors
 def build_app(arguments: argparse.Namespace, *, token: str) -> tuple[EngineApp, Scheduler]:
     """Builds the application and starts its decode thread.
 
-    Raises ValueError, or OSError for a file that cannot be read, with a text for the user.
+    Raises ValueError, or OSError for an unreadable file; the text is for the user.
     """
     torch.set_num_threads(arguments.threads)
     config = read_model_config(arguments.model_path, family=arguments.family)
@@ -78,7 +78,7 @@ def build_app(arguments: argparse.Namespace, *, token: str) -> tuple[EngineApp, 
 
 
 def read_token(file: Path) -> str:
-    """Returns the bearer token in the file. Raises ValueError if it is empty, and OSError."""
+    """Returns the bearer token in the file. Raises ValueError if the file is empty, and OSError."""
     token = file.read_text().strip()
     if not token:
         raise ValueError(f"--token-file {file}: empty; write the run's bearer token into it")
@@ -86,7 +86,7 @@ def read_token(file: Path) -> str:
 
 
 def _features(config: ModelConfig, weights: FusedWeights, reader: FolderReader | None) -> MediaFeatures | None:
-    """Returns the features of a model with towers, None for other models."""
+    """Returns the tower features of a model with towers; None for other models."""
     towers = Towers.of(config)
     return None if towers is None else MediaFeatures(towers, reader, vision=weights.vision, audio=weights.audio)
 
@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace, max_positions: int) -> None:
 
 
 def _warm_up(decoder: Decoder) -> None:
-    """Decodes two tokens, because a maths library's first product of each kind takes milliseconds to set up."""
+    """Decodes two tokens to warm up: the first product of each kind takes milliseconds longer in maths libraries."""
     samples = min(16, decoder.max_samples)
     settings = SamplingSettings(
         max_new_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
@@ -121,8 +121,8 @@ def _warm_up(decoder: Decoder) -> None:
         decoder.features.warm_up()
 
 
-KEEP_ALIVE_S = 7 * 24 * 3600  # a client with the token may be silent for a whole train step, however long it is
-GRACE_S = 1  # seconds that open requests get to end when the server stops
+KEEP_ALIVE_S = 7 * 24 * 3600  # practically no limit: a client with the token may be silent for a train step
+GRACE_S = 1  # seconds that open requests have to end when the server stops
 POLL_S = 0.2
 
 
@@ -146,7 +146,7 @@ async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *
         http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
         ws="none",
         lifespan="off",
-        log_level="error",  # client errors are sent to the client and not logged
+        log_level="error",  # client errors are only sent to the client
         access_log=False,
         server_header=False,
         date_header=False,
@@ -163,7 +163,7 @@ async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *
 
 
 async def _end_with_decode_thread(scheduler: Scheduler) -> None:
-    """Ends the process when the decode thread has failed, because only a new process can decode again."""
+    """Ends the process after a failure of the decode thread, because only a new process can decode again."""
     while scheduler.is_alive():
         await asyncio.sleep(POLL_S)
     print(f"embedded engine: the decode thread failed: {scheduler.failure!r}", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""Implements continuous batching over slots: prefills prefixes, decodes a token per sample, frees finished slots.
+"""Implements continuous batching over slots: prefills prefixes, decodes one token per sample and step, frees slots.
 
 The decoder does not handle requests, weight versions or HTTP. A slot is an entry of the `SlotTable` and of the
-`KVCache`. `score` computes log-probs of given tokens by a prefill that returns the logits of every position to be
-scored. The caller enters ``torch.inference_mode`` once, because entering it for each token would cost more than an
-operator.
+`KVCache`. `score` computes the log-probs of given tokens by a prefill with logits at every scored position. The caller
+must enter ``torch.inference_mode`` once, because entering it for each token costs more than an operator.
 """
 
 from __future__ import annotations
@@ -55,25 +54,25 @@ FIRST_ROUTES = 16
 class PromptRoutes:
     """Holds the experts of a prompt's tokens, uint8 or uint16 ``[prompt, layers, per_token]``.
 
-    The first prefill sets them. They stay the same when the prompt is computed again under other weights.
+    The first prefill sets the experts. They do not change when the prompt is prefilled again under other weights.
     """
 
     experts: np.ndarray | None = None
 
 
 class RouteTable:
-    """Holds the experts of the running samples' response tokens, one entry per slot, moved with the `SlotTable`.
+    """Stores the experts of the running samples' response tokens. A sample has the same slot as in the `SlotTable`.
 
-    A token is routed when it passes through the model, so that the newest token of a sample has no experts yet.
+    A token gets experts when it passes through the model. The newest token of a sample has not passed yet.
     """
 
     def __init__(self, capacity: int, *, layers: int, per_token: int, experts: int) -> None:
         self.dtype = np.dtype(np.uint8 if experts <= 256 else np.uint16)
         self.shape = (layers, per_token)
-        self._experts = np.zeros((capacity, 0, *self.shape), dtype=self.dtype)  # grows once experts are requested
+        self._experts = np.zeros((capacity, 0, *self.shape), dtype=self.dtype)  # grows when experts are requested
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` tokens of every slot; the room grows by doubling."""
+        """Makes room for ``tokens`` tokens in every slot. The capacity at least doubles."""
         if tokens > self._experts.shape[1]:
             old = self._experts
             width = max(tokens, 2 * old.shape[1], FIRST_ROUTES)
@@ -81,12 +80,12 @@ class RouteTable:
             self._experts[:, : old.shape[1]] = old
 
     def put(self, slot: int, experts: np.ndarray, *, start: int = 0) -> None:
-        """Writes the experts ``[tokens, layers, per_token]`` of one sample's tokens from ``start`` on."""
+        """Writes the experts of one sample's tokens from ``start`` on, ``[tokens, layers, per_token]``."""
         self.reserve(start + len(experts))
         self._experts[slot, start : start + len(experts)] = experts
 
     def record(self, tokens: np.ndarray, chosen: np.ndarray) -> None:
-        """Writes ``chosen`` ``[slots, layers, per_token]``: the experts of token ``tokens[slot]`` of each slot."""
+        """Writes ``chosen`` ``[slots, layers, per_token]``: for each slot, the experts of token ``tokens[slot]``."""
         self.reserve(int(tokens.max()) + 1)
         self._experts[np.arange(len(tokens)), tokens] = chosen
 
@@ -95,27 +94,27 @@ class RouteTable:
         return self._experts[slot, :count].copy()
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Moves samples between slots; ``moves`` holds (from, to)."""
+        """Moves samples between slots; ``moves`` lists (from, to)."""
         if moves:
             sources, targets = (list(side) for side in zip(*moves, strict=True))
             self._experts[targets] = self._experts[sources]
 
 
 FIRST_TOKENS = 16
-STEPS_AHEAD = 8  # steps prepared and written at one time, because each small array operation costs a fixed time
+STEPS_AHEAD = 8  # steps that are prepared and written together, because each small array operation has a fixed cost
 NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Holds tokens that are computed once, and the samples that continue from them.
+    """Describes tokens that are prefilled once, and the samples that continue from these tokens.
 
-    ``token_ids`` is the prompt, or the prompt and the generated tokens of a retracted sample. ``keys`` holds one uint64
-    for each sample. ``done`` and ``done_logprobs`` are the generated tokens of the retracted sample, the end of
-    ``token_ids``, and their log-probs. ``routes`` is given if the experts are requested. ``done_routes`` are the
-    experts of ``done`` except its last token, which only the prefill computes. ``done_kept`` holds the sets that
-    ``done`` was sampled from, if they are requested. ``media`` holds the media inputs of ``token_ids``, and ``items``
-    places the media items.
+    ``token_ids`` is the prompt; for a retracted sample, the prompt and its generated tokens. ``keys`` has the random
+    key of each sample, uint64. ``done`` and ``done_logprobs`` are the generated tokens of a retracted sample, which are
+    the end of ``token_ids``, and their log-probs. ``routes`` is set if experts are requested. ``done_routes`` are the
+    experts of ``done`` without its last token, which has not passed through the model. ``done_kept`` has the kept sets
+    of ``done``, if requested. ``media`` has the media inputs of ``token_ids``, and ``items`` the media items with their
+    positions.
     """
 
     token_ids: Sequence[int]
@@ -131,28 +130,28 @@ class Prefix:
 
     @property
     def columns(self) -> int:
-        """Returns the maximum number of KV columns that one of its samples may need."""
+        """Returns the maximum number of KV columns of one of the samples."""
         return len(self.token_ids) + self.settings.max_new_tokens - len(self.done)
 
 
 class SlotTable:
-    """Holds the running samples in slots 0 to ``count`` - 1.
+    """Stores the running samples in slots 0 to ``count`` - 1.
 
-    `look_ahead` prepares several steps together and draws their random numbers at one time. No sample reaches its token
-    limit before the last prepared step, so that the other steps only compare with stop tokens.
+    `look_ahead` prepares several steps together and draws all their random numbers. No sample reaches its token limit
+    before the last prepared step. All earlier steps therefore compare only with stop tokens.
     """
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
         self.count = 0
-        self.ahead = 0  # prepared steps; 0 whenever a sample was added or removed
-        self.newest_ids = torch.empty(0, dtype=torch.int64)  # newest token of all slots, input of the next step
+        self.ahead = 0  # number of prepared steps; 0 after a sample was added or removed
+        self.newest_ids = torch.empty(0, dtype=torch.int64)  # newest token of each slot, the input of the next step
         self._vocab_size = vocab_size
         self._settings: list[SamplingSettings] = []
         self._plan: SamplingPlan | None = None
-        self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, not yet in the cache
+        self.position = np.zeros(capacity, dtype=np.int64)  # the column that the newest token will get in the cache
         self.rotary_shift = np.zeros(capacity)  # offset from a new token's column to its rotary position
-        self.columns = np.zeros(capacity, dtype=np.int64)  # the maximum number of KV columns that the sample may need
-        self.fresh = np.zeros(capacity, dtype=bool)  # whether the weights in force computed all of the slot's cache
+        self.columns = np.zeros(capacity, dtype=np.int64)  # maximum number of KV columns of the sample
+        self.fresh = np.zeros(capacity, dtype=bool)  # True if the weights in force computed the whole cache of the slot
         self._token = np.zeros(capacity, dtype=np.int64)  # the newest token
         self._key = np.zeros(capacity, dtype=np.uint64)
         self._length = np.zeros(capacity, dtype=np.int64)  # generated tokens
@@ -160,8 +159,8 @@ class SlotTable:
         self._stop = np.full((capacity, 1), -1, dtype=np.int64)
         self._ids = np.zeros((capacity, FIRST_TOKENS), dtype=np.int64)
         self._logprobs = np.zeros((capacity, FIRST_TOKENS), dtype=np.float32)
-        self._draws: list[torch.Tensor] = []  # random numbers of the prepared steps; the next step's are last
-        self._unsettled = 0  # steps with tokens in the next two arrays, not yet in the arrays above
+        self._draws: list[torch.Tensor] = []  # random numbers of the prepared steps, in reverse order
+        self._unsettled = 0  # number of steps in the next two arrays that are not in the arrays above
         self._step_ids = np.zeros((STEPS_AHEAD, capacity), dtype=np.int64)
         self._step_logprobs = np.zeros((STEPS_AHEAD, capacity), dtype=np.float32)
 
@@ -207,18 +206,18 @@ class SlotTable:
 
     # -- the first token of new samples -------------------------------------------------------------------------------
     def first_draws(self, first: int) -> torch.Tensor:
-        """Returns uniform numbers for the next token of the slots from ``first`` on, float64 ``[slots]``."""
+        """Returns uniform random numbers for the next token of the slots from ``first`` on, float64 ``[slots]``."""
         slots = slice(first, self.count)
         return torch.from_numpy(uniforms(self._key[slots], self._length[slots]))
 
     def record_first(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Records the next token of the slots from ``first`` on; returns the slots that it finishes."""
+        """Records the next token of the slots from ``first`` on. Returns the slots with finished samples."""
         self._write(first, ids[:, None], logprobs[:, None])
         return self._finished(first)
 
     # -- steps of all samples -----------------------------------------------------------------------------------------
     def look_ahead(self) -> int:
-        """Prepares the next steps, at least one; returns how many. Adding or removing a sample discards them."""
+        """Prepares one or more steps and returns their number. Adding or removing a sample discards prepared steps."""
         self.settle()
         slots = slice(0, self.count)
         self.ahead = min(STEPS_AHEAD, int((self._limit[slots] - self._length[slots]).min()))
@@ -229,11 +228,11 @@ class SlotTable:
         return self.ahead
 
     def draw(self) -> torch.Tensor:
-        """Returns uniform numbers for this step, float64 ``[slots]``."""
+        """Returns uniform random numbers for this step, float64 ``[slots]``."""
         return self._draws.pop()
 
     def record(self, ids: torch.Tensor, logprobs: np.ndarray) -> np.ndarray:
-        """Records the next token of every slot; returns the slots that it finishes."""
+        """Records the next token of every slot. Returns the slots with finished samples."""
         tokens = ids.numpy()
         self.newest_ids = ids
         self._step_ids[self._unsettled, : self.count] = tokens
@@ -246,7 +245,7 @@ class SlotTable:
         return self._finished(0)
 
     def settle(self) -> None:
-        """Writes the tokens of the last steps to the slots' arrays, all at one time."""
+        """Writes the tokens of all recent steps to the slots' arrays."""
         if self._unsettled:
             steps, self._unsettled = self._unsettled, 0
             self._write(0, self._step_ids[:steps, : self.count].T, self._step_logprobs[:steps, : self.count].T)
@@ -264,7 +263,7 @@ class SlotTable:
         self._token[slots] = ids[:, -1]
 
     def _finished(self, first: int) -> np.ndarray:
-        """Returns the slots from ``first`` on that their newest token finishes."""
+        """Returns the slots from ``first`` on with a sample that its newest token finishes."""
         slots = slice(first, self.count)
         finished = (self._stop[slots] == self._token[slots, None]).any(1)
         finished |= self._length[slots] >= self._limit[slots]
@@ -272,7 +271,7 @@ class SlotTable:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def length(self, slot: int) -> int:
-        """Returns how many tokens the slot's sample has."""
+        """Returns the number of generated tokens of the slot's sample."""
         return int(self._length[slot]) + self._unsettled
 
     def newest(self) -> np.ndarray:
@@ -286,13 +285,13 @@ class SlotTable:
         return self._token[: self.count]
 
     def output(self, slot: int, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns token ids and log-probs of a slot's sample from its token ``start`` on."""
+        """Returns the token ids and log-probs of a slot's response from token ``start`` on."""
         self.settle()
         stop = self._length[slot]
         return self._ids[slot, start:stop].tolist(), self._logprobs[slot, start:stop].tolist()
 
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Frees slots and moves the last samples into the gaps; returns the moves as (from, to)."""
+        """Frees slots and moves the last samples into the gaps. Returns the moves as (from, to)."""
         self.settle()
         freed = set(slots)
         kept = self.count - len(freed)
@@ -313,11 +312,11 @@ class SlotTable:
 
 
 class Decoder:
-    """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns.
+    """Decodes up to ``max_samples`` samples. The KV cache has at most ``max_tokens`` tokens, slots times columns.
 
-    ``dtype`` is the dtype of the model's weights. In addition to the running samples it keeps up to
-    ``prefix_cache_tokens`` tokens of ended samples. ``cached`` has, for each prefix of the newest admission, the number
-    of tokens that needed no computation: tokens of a kept prefix, or all tokens if an equal prefix was computed.
+    ``dtype`` is the dtype of the model's weights. The prefix cache keeps up to ``prefix_cache_tokens`` tokens of ended
+    samples, in addition to the KV cache. ``cached`` has, for each prefix of the newest `admit`, the number of tokens
+    without computation: the tokens of a kept prefix, or all tokens if an equal prefix was computed.
     """
 
     def __init__(
@@ -334,13 +333,13 @@ class Decoder:
         config = model.config
         dtype = computing_dtype(dtype)
         self._model = model
-        self.features = features  # for a model with towers only
+        self.features = features  # None for a model without towers
         self.max_samples = max_samples
         self._max_tokens = max_tokens
         self._dtype = dtype
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
-        self.states: StateTable | None = None  # for a model with a gated delta net only
-        self.state_columns = 0  # size of a sample's state, in columns of the cache
+        self.states: StateTable | None = None  # None for a model without a gated delta net
+        self.state_columns = 0  # size of a sample's state, as a number of cache columns
         if config.delta_net is not None:
             self.states = StateTable(config, dtype)
             column = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -348,52 +347,53 @@ class Decoder:
         self.prefixes = PrefixStore(prefix_cache_tokens, state_tokens=self.state_columns)
         self.cached: list[int] = []
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
-        self.routes: RouteTable | None = None  # for a mixture of experts only
+        self.routes: RouteTable | None = None  # None for a model without experts
         if config.experts is not None:
             experts = config.experts
             self.routes = RouteTable(
                 max_samples, layers=config.num_layers, per_token=experts.per_token, experts=experts.count
             )
         self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
-        self._recording_routes = False  # whether the experts of a running sample are requested
+        self._recording_routes = False  # True if the experts of a running sample are requested
         self._views = CacheViews(self.cache)
-        self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
+        self._attention: DecodeAttention | None = None  # attention of the prepared steps
 
     def media_inputs(
         self, sequences: Sequence[tuple[int, Sequence[Media]]]
     ) -> Sequence[SequenceMedia | MediaGone | None]:
-        """Returns the media inputs of sequences, as `MediaFeatures.of_sequences` does; None each for a text model."""
+        """Returns `MediaFeatures.of_sequences`; for a model without towers, None for each sequence."""
         return [None] * len(sequences) if self.features is None else self.features.of_sequences(sequences)
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
-        """Returns whether ``samples`` more samples can run with the running samples; the longest may need ``columns``.
+        """Returns whether ``samples`` more samples of at most ``columns`` columns can run.
 
-        The states of a gated delta net count as the columns that would take their memory.
+        The states of a gated delta net count as the number of columns with the same memory.
         """
         slots = self.slots.count + samples
         return slots <= self.max_samples and self._needed(slots, columns) <= self._max_tokens
 
     @property
     def token_usage(self) -> float:
-        """Returns the share of ``max_tokens`` that the running samples may need."""
+        """Returns the share of ``max_tokens`` that the running samples need at their maximum length."""
         return self._needed(self.slots.count, 0) / self._max_tokens
 
     @property
     def columns(self) -> int:
-        """Returns the number of cache columns that the newest decode step has read in a layer, over all slots."""
+        """Returns how many cache columns the newest decode step has read in each layer, over all slots."""
         return 0 if self._attention is None else self._attention.columns
 
     def _needed(self, slots: int, columns: int) -> int:
-        """Returns the tokens of ``slots`` slots, each as long as ``columns`` or the longest running sample."""
+        """Returns the cache tokens of ``slots`` slots of max(``columns``, longest running sample) columns each."""
         if self.slots.count:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
         return slots * (columns + self.state_columns)
 
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
-        """Prefills ``prefixes`` and gives each sample a slot, in their order, and its next token.
+        """Prefills ``prefixes``, assigns slots to their samples in order, and samples the next token of each sample.
 
-        Returns the slots that this token finishes. Raises NonFiniteLogits; none of these samples then has its token.
+        Returns the slots with samples that this token finishes. If NonFiniteLogits is raised, no new sample has its
+        token.
         """
         first = self.slots.count
         self.slots.add(prefixes)
@@ -425,7 +425,7 @@ class Decoder:
         return self.slots.record_first(first, ids.numpy(), logprobs)
 
     def _alike(self, prefixes: Sequence[Prefix]) -> list[list[int]]:
-        """Returns the indices of the prefixes that share one computation; without a prefix store, none does."""
+        """Returns groups of indices of equal prefixes, which share one computation if the prefix store is on."""
         if not self.prefixes.is_on:
             return [[index] for index in range(len(prefixes))]
         alike: dict[Hashable, list[int]] = {}
@@ -441,9 +441,9 @@ class Decoder:
     def _fill(
         self, kv: Tensor, states: PrefillStates | None, owners: Sequence[tuple[int, int]], starts: np.ndarray
     ) -> None:
-        """Copies keys, values and states to the samples' slots; adjacent slots share one copy.
+        """Copies keys, values and states to the samples' slots. Adjacent slots share one copy operation.
 
-        ``owners`` holds each prefix and the row of ``kv`` that it takes.
+        ``owners`` lists (index of a prefix, its row in ``kv``).
         """
         first = 0
         while first < len(owners):
@@ -464,15 +464,15 @@ class Decoder:
         found: Sequence[FoundPrefix | None],
         owners: Sequence[tuple[Prefix, int, int]],
     ) -> tuple[Tensor, PrefillStates | None, Tensor]:
-        """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim], states and last tokens' output.
+        """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim], states, and last tokens' outputs.
 
-        ``found`` has the kept part of each prefix, or None. ``owners`` holds (prefix, its first slot, index of its
-        equal in ``prefixes``) for each admitted prefix.
+        ``found`` has the cached part of each prefix, or None. ``owners`` has, for each admitted prefix: the prefix, its
+        first slot, and the index of the equal prefix in ``prefixes``.
         """
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
         known = [0 if prefix is None else prefix.tokens for prefix in found] if any(found) else []
-        columns = width + 1 if known else width  # the last column takes padding
+        columns = width + 1 if known else width  # the last column is for padding
         routes: np.ndarray | None = None
         if self.routes is not None and any(prefix.routes is not None for prefix, _, _ in owners):
             self._recording_routes = True
@@ -494,10 +494,10 @@ class Decoder:
         return kv[:, :, :, :, :width], states, output
 
     def _record_prefix_routes(self, owners: Sequence[tuple[Prefix, int, int]], routes: np.ndarray) -> None:
-        """Records the experts of a prefill; for ``owners`` see `_prefill`.
+        """Records the experts of a prefill. For ``owners`` see `_prefill`.
 
-        A prompt keeps the experts of its first prefill, and a generated token those of its first pass through the
-        model. Of a retracted sample's tokens only the last has not passed through the model before this prefill.
+        Prompt tokens keep the experts of their first prefill. Generated tokens keep the experts of their first pass
+        through the model. For the last token of a retracted sample, this prefill is the first pass.
         """
         assert self.routes is not None
         for prefix, slot, row in owners:
@@ -513,7 +513,7 @@ class Decoder:
                 self.routes.put(slot, found[end - 1 : end], start=done - 1)
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
-        """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits and MediaGone."""
+        """Returns the log-probs of given tokens; uses no slot. Raises NonFiniteLogits and MediaGone."""
         media: list[SequenceMedia | None] = []
         for features in self.media_inputs([(len(item.token_ids), item.media) for item in items]):
             if isinstance(features, MediaGone):
@@ -523,10 +523,11 @@ class Decoder:
 
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
-        """Decodes one more token for every running sample; returns the slots that it finishes.
+        """Decodes one more token for every running sample. Returns the slots with finished samples.
 
-        Raises NonFiniteLogits; no sample then has its token, and the samples that stay get the same token in the next
-        step. The states of a gated delta net have then advanced, so that its samples must be prefilled again.
+        If NonFiniteLogits is raised, no sample has its new token. Samples that stay in their slots get the same token
+        in the next step. But states of a gated delta net have already advanced, so samples with states must be
+        prefilled again.
         """
         slots = self.slots
         attention = self._next_attention()
@@ -541,7 +542,7 @@ class Decoder:
     def _sample(
         self, logits: Tensor, plan: SamplingPlan, random: Tensor, *, first: int = 0
     ) -> tuple[Tensor, np.ndarray]:
-        """Returns the next token of the slots from ``first`` on, and its log-prob. Raises NonFiniteLogits."""
+        """Samples the next token of the slots from ``first`` on; returns ids and log-probs. Raises NonFiniteLogits."""
         kept: list[KeptTokens] = []
         ids, found = sample(logits, plan, random, kept=kept)
         logprobs = _finite(found, first=first)
@@ -555,7 +556,7 @@ class Decoder:
         return self.routes.first(slot, self.slots.length(slot) - 1)
 
     def _next_attention(self) -> DecodeAttention:
-        """Returns the attention of this step; several prepared steps share one object."""
+        """Returns the attention of this step. All prepared steps share one object."""
         slots = self.slots
         if slots.ahead and self._attention is not None:
             self._attention.advance()
@@ -570,9 +571,9 @@ class Decoder:
         return self._attention
 
     def _reserve(self, columns: int, *, used_slots: int) -> None:
-        """Makes room for ``columns`` columns of all slots; the first ``used_slots`` slots keep their contents.
+        """Makes room for ``columns`` columns in all slots. The first ``used_slots`` slots keep their contents.
 
-        Admission counts the maximum number of columns that samples may need; memory is allocated only as they grow.
+        Admission counts the maximum length of samples, but memory is allocated only when samples grow.
         """
         if self.states is not None:
             self.states.reserve(self.slots.count)
@@ -585,10 +586,10 @@ class Decoder:
 
     # -- kept prefixes --------------------------------------------------------------------------------------------
     def keep(self, slot: int, token_ids: Sequence[int], items: Sequence[Media], routes: PromptRoutes | None) -> None:
-        """Keeps an ended sample's prefix for later prompts, unless older weights have computed a part of it.
+        """Keeps an ended sample's prefix for later prompts, unless older weights computed a part of its cache.
 
-        ``token_ids`` are its prompt and its response; the newest token is not computed. ``items`` places its images and
-        videos, and ``routes`` has the experts of its prompt, if they were requested.
+        ``token_ids`` are prompt and response; the newest token is not in the cache. ``items`` has the media items with
+        their positions, and ``routes`` the experts of the prompt, if requested.
         """
         computed = token_ids[:-1]
         if not self.prefixes.is_on or not self.slots.fresh[slot] or self.prefixes.covers(computed, items):
@@ -611,10 +612,10 @@ class Decoder:
         )
 
     def forget(self) -> None:
-        """Drops everything that outlives a sample: kept prefixes, and features of media items.
+        """Drops all data that outlives a sample: kept prefixes and features of media items.
 
-        The prefixes of the running samples are not kept later either, because other weights may be in force when the
-        samples end.
+        The prefixes of running samples will not be kept, either, because other weights may be in force when the samples
+        end.
         """
         self.prefixes.forget()
         self.slots.fresh[:] = False
@@ -623,7 +624,7 @@ class Decoder:
 
     # -- freeing slots --------------------------------------------------------------------------------------------
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Frees slots and moves the last samples into the gaps; returns the moves as (from, to)."""
+        """Frees slots and moves the last samples into the gaps. Returns the moves as (from, to)."""
         moves = self.slots.remove(slots)
         self._recording_routes = self._recording_routes and self.slots.count > 0
         if moves:
@@ -638,16 +639,16 @@ class Decoder:
         return moves
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Overwrites the slots' cache, which may hold numbers that are not finite."""
+        """Overwrites the cache of slots, which may contain non-finite numbers."""
         self.cache.clear(slots)
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of keys, values and states, those of kept prefixes included, in bytes."""
+        """Returns the size of all keys, values and states in bytes, including kept prefixes."""
         return self.cache.nbytes + self.prefixes.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def free_cache(self) -> None:
-        """Frees the cache's memory; no sample may be running."""
+        """Frees the memory of the KV cache. No sample may be running."""
         assert self.slots.count == 0
         self.cache.free()
         if self.states is not None:
@@ -656,7 +657,7 @@ class Decoder:
 
 
 def _put(found: FoundPrefix, row: int, *, kv: Tensor, states: PrefillStates | None, routes: np.ndarray | None) -> None:
-    """Copies the kept part of a prefix to its row of a prefill."""
+    """Copies the cached part of a prefix to row ``row`` of a prefill."""
     kv[:, :, row, :, : found.tokens] = found.kept.kv[:, :, :, : found.tokens]
     if states is not None and found.kept.states is not None:
         states.fill(row, found.kept.states, torch.zeros(1, dtype=torch.int64))
@@ -665,23 +666,23 @@ def _put(found: FoundPrefix, row: int, *, kv: Tensor, states: PrefillStates | No
 
 
 def _finite(logprobs: Tensor, *, first: int = 0) -> np.ndarray:
-    """Returns ``logprobs`` of the slots from ``first`` on as an array. Raises NonFiniteLogits if one is NaN."""
+    """Returns ``logprobs`` as an array; its first slot is ``first``. Raises NonFiniteLogits if a log-prob is NaN."""
     values = logprobs.numpy()
     if np.count_nonzero(missing := np.isnan(values)):
         raise NonFiniteLogits((np.flatnonzero(missing) + first).tolist())
     return values
 
 
-_CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them and their log-softmax to 16 MiB each
+_CHUNK_ELEMENTS = 1 << 22  # maximum logits in memory: 16 MiB, and 16 MiB for their log-softmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
-    """Holds a sequence; its tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
+    """Describes a sequence with tokens to score from position ``start`` + 1 on, by softmax(logits / ``temperature``).
 
-    The ``top_k`` most likely tokens at each of these positions are returned with the score. The softmax leaves out
-    ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``. ``media`` places the sequence's
-    images and videos.
+    The scores include the ``top_k`` most likely tokens at each scored position. The softmax excludes ``banned`` tokens
+    and, with ``kept``, all tokens outside the kept set of the scored token. ``media`` has the sequence's media items
+    with their positions.
     """
 
     token_ids: Sequence[int]
@@ -697,8 +698,8 @@ class ScoreItem:
 class Scores:
     """Holds the log-probs of the scored tokens, and the most likely tokens at their positions.
 
-    Each entry of ``top_ids`` and ``top_logprobs`` has ``top_k`` numbers, most likely first; it has fewer if fewer
-    tokens are left in the softmax.
+    Each entry of ``top_ids`` and ``top_logprobs`` has ``top_k`` numbers, most likely first, or fewer if the softmax has
+    fewer tokens.
     """
 
     logprobs: list[float]
@@ -713,13 +714,13 @@ def score(
     dtype: torch.dtype,
     media: Sequence[SequenceMedia | None] = (),
 ) -> list[Scores]:
-    """Scores ``items``, which share their banned tokens; returns the scores in their order.
+    """Returns the scores of ``items``, in order. All items must have the same banned tokens.
 
-    One call is fastest with items of similar length (`like_lengths`). ``media`` holds the media inputs of each item.
-    Raises NonFiniteLogits if the weights yield logits that are not finite.
+    The items of a call should have similar lengths (`like_lengths`), for speed. ``media`` has the media inputs of each
+    item. Raises NonFiniteLogits if the weights yield non-finite logits.
     """
     dtype = computing_dtype(dtype)
-    # The logits of the last token are not computed, because they score no token of the item.
+    # The last token's logits are not computed, because no token follows it.
     sequences = [item.token_ids[:-1] or item.token_ids for item in items]
     kv = empty_kv(model, count=len(sequences), width=max(map(len, sequences)), dtype=dtype)
     inverse = torch.tensor([1.0 / item.temperature for item in items])
@@ -756,7 +757,7 @@ def score(
 
 
 def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
-    """Returns the kept sets of all tokens to be scored, item after item; None if no item has any."""
+    """Returns the kept sets of all scored tokens, item by item; None if no item has kept sets."""
     vocab_size = next((item.kept.vocab_size for item in items if item.kept is not None), None)
     if vocab_size is None:
         return None
@@ -770,9 +771,9 @@ def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
 
 
 def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
-    """Sets to -inf the logits of the tokens outside of ``kept``, which has one set for each position.
+    """Sets the logits of tokens outside ``kept`` to -inf. ``kept`` has one set for each position.
 
-    The vocabulary of the sets may be padded to another size than the vocabulary of the logits.
+    The vocabularies of the sets and of the logits may be padded to different sizes.
     """
     mask = torch.from_numpy(kept.mask()[:, : logits.shape[1]])
     logits[:, : mask.shape[1]].masked_fill_(~mask, float("-inf"))
@@ -780,7 +781,7 @@ def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
 
 
 def _asked(items: Sequence[ScoreItem]) -> tuple[RequestedRows, Tensor]:
-    """Returns the positions that predict a token to be scored, and these tokens."""
+    """Returns the positions that predict the scored tokens, and the scored tokens."""
     sequences: list[int] = []
     positions: list[int] = []
     targets: list[int] = []

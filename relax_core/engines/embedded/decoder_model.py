@@ -1,4 +1,4 @@
-"""Runs the forward pass of any architecture of relax_core/families over flat tokens; the caller gives the attention."""
+"""Runs the forward pass of all architectures of relax_core/families over flat tokens; callers pass the attention."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from relax_core.engines.embedded.fused_weights import (
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.delta_rule import gated_norm, log_decay
 
-# (layer, q [tokens, heads, dim], keys, then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. Queries and
-# keys are scaled so that their product is divided by sqrt(dim) already.
+# (layer, queries [tokens, heads, dim], keys then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. The
+# scales of queries and keys already include the division of their product by sqrt(dim).
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Recur(Protocol):
-    """Computes the rows of a gated delta net; only the implementation knows the tokens' order and states."""
+    """Declares the recurrence of a gated delta net. Implementations know the tokens' order and states."""
 
     def __call__(self, layer: int, mixed: Tensor, convolution: Tensor, decay: Tensor, strength: Tensor, /) -> Tensor:
         """Returns the heads' outputs, float32 ``[tokens, value_heads, value_dim]``.
 
-        ``layer`` counts the layers with a gated delta net; ``mixed`` ``[tokens, channels]`` are queries, keys and
-        values before ``convolution`` ``[channels, kernel]``; ``decay`` (its logarithm) and ``strength`` are ``[tokens,
-        value_heads]``.
+        ``layer`` is the index among the layers with a gated delta net. ``mixed`` ``[tokens, channels]`` has queries,
+        keys and values before the convolution with ``convolution`` ``[channels, kernel]``. ``decay`` (as a logarithm)
+        and ``strength`` are ``[tokens, value_heads]``.
         """
         ...
 
@@ -45,9 +45,9 @@ class Recur(Protocol):
 class MediaRows(NamedTuple):
     """Holds the media inputs of one pass.
 
-    ``rows`` are the tokens whose embedding is replaced by ``features`` ``[rows, hidden]``; ``deepstack[k]`` is added to
-    them after layer k. ``placed`` are all tokens of the sequences that have items, and ``positions`` ``[3, placed]``
-    are their rotary positions in time, height and width.
+    ``rows`` are the indices of the tokens that get ``features`` ``[rows, hidden]`` as embeddings. ``deepstack[k]`` is
+    added to these tokens after layer k. ``placed`` are the indices of all tokens of sequences with items, and
+    ``positions`` ``[3, placed]`` are their rotary positions in time, height and width.
     """
 
     rows: Tensor
@@ -58,17 +58,18 @@ class MediaRows(NamedTuple):
 
 
 class LanguageModel:
-    """Computes tokens of different samples and positions together; only ``attend`` knows the attention mask."""
+    """Computes tokens of different samples and positions together. The caller's ``attend`` has the attention mask."""
 
     def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
         self.config = config
         self.weights = weights
         half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
-        still = config.head_dim // 2 - len(half)  # pairs of numbers that no position rotates
+        still = config.head_dim // 2 - len(half)  # pairs of numbers that are not rotated
         frequencies = F.pad(frequencies, (0, still))
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        # The query's norm divides the scores by sqrt(dim); without norms, both are scaled by dim ** -0.25.
+        # The query's norm includes the division by sqrt(dim). Without norms, queries and keys are scaled by dim **
+        # -0.25.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._frequencies, self._length = frequencies, length
@@ -80,23 +81,23 @@ class LanguageModel:
         places = {
             layer: place for kind in (config.attention_layers, config.delta_layers) for place, layer in enumerate(kind)
         }
-        self._places = [places[layer] for layer in range(config.num_layers)]  # index among the layers of its kind
-        self._narrow = self._dtype != torch.float32  # in float32 no cast is made, because even a null cast costs time
+        self._places = [places[layer] for layer in range(config.num_layers)]  # index among layers of its kind
+        self._narrow = self._dtype != torch.float32  # float32 weights need no cast, and even a null cast costs time
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns x / sqrt(|x|^2 + floor^2) * weight over the last dimension, computed in float32.
 
-        This is RMSNorm if ``weight`` is scaled by the root of the width and floor = sqrt(eps * width). It takes half
-        the operators of torch's own.
+        The result is RMSNorm if ``weight`` is scaled by the root of the width and floor = sqrt(eps * width). This form
+        needs half the operators of torch's RMSNorm.
         """
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         normed = x.div(length.hypot_(self._floor)).mul_(weight)
         return normed.to(self._dtype) if self._narrow else normed
 
     def _norm_and_rotate(self, heads: Tensor, weight: Tensor | None, rotation: Tensor) -> None:
-        """Norms each head if the model norms heads (``weight``), then applies rotary embedding, both in place.
+        """Norms each head, if ``weight`` is given, then applies the rotary embedding; both in place.
 
-        ``heads`` is float32 ``[tokens, heads, dim]`` with the halves of each head interleaved.
+        ``heads`` is float32 ``[tokens, heads, dim]``; the two halves of each head are interleaved.
         """
         if weight is not None:
             length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
@@ -109,7 +110,7 @@ class LanguageModel:
         return torch.polar(torch.full_like(angles, self._length), angles)[:, None]
 
     def _rotations(self, positions: Tensor, media: MediaRows | None) -> Tensor:
-        """Returns the rotation of each token; whole positions that are equal on all axes come from the table."""
+        """Returns the rotation of each token. Integer positions that are equal on all axes are read from the table."""
         if positions.is_floating_point():
             return self._rotation_of(positions.expand(3, -1))
         rotation = self._rotation.index_select(0, positions)
@@ -130,11 +131,11 @@ class LanguageModel:
     ) -> Tensor:
         """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
-        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary positions: int64 below the context's length, or
-        float64. ``recur`` is given for a model with a gated delta net. ``media`` are the images and videos of the
-        tokens. The experts of each layer, int64 ``[tokens, per_token]``, are appended to ``routes`` if it is given.
-        ``wanted``, if given, holds int64 indices of the tokens with a requested output; after its attention the last
-        layer is computed for these tokens only.
+        ``ids`` are int64 ``[tokens]``. ``positions`` are the rotary positions: int64 below the context length, or
+        float64. ``recur`` is required for a model with a gated delta net. ``media`` has the images and videos of the
+        tokens. If ``routes`` is given, the experts of each layer, int64 ``[tokens, per_token]``, are appended to it.
+        ``wanted``, if given, has the int64 indices of the tokens with a requested output: after its attention, the last
+        layer is computed only for these tokens.
         """
         config = self.config
         rotation = self._rotations(positions, media)
@@ -144,7 +145,8 @@ class LanguageModel:
         deepstack: Sequence[Tensor] = () if media is None else media.deepstack
         if media is not None:
             x.index_copy_(0, media.rows, media.features.to(x.dtype))
-        # After the attention of this layer only the wanted tokens are computed; -1 if every layer has deepstack rows.
+        # After the attention of layer ``last``, only the wanted tokens are computed; -1 if all layers have deepstack
+        # rows.
         last = config.num_layers - 1 if len(deepstack) < config.num_layers else -1
         for index, layer in enumerate(self.weights.layers):
             normed = self._norm(x, layer.input_norm)
@@ -170,7 +172,7 @@ class LanguageModel:
     def _attend(
         self, normed: Tensor, mixer: AttentionWeights, rotation: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Returns the attention of ``[tokens, hidden]`` before its output projection, ``[tokens, heads * dim]``."""
+        """Returns the attention of ``[tokens, hidden]`` before the output projection, ``[tokens, heads * dim]``."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         gates = heads if config.output_gate else 0
@@ -189,7 +191,7 @@ class LanguageModel:
         return attended if gate is None else attended * gate
 
     def _recur(self, normed: Tensor, mixer: DeltaNetWeights, recur: Callable[..., Tensor]) -> Tensor:
-        """Returns a gated delta net's output for ``[tokens, hidden]`` before its projection, ``[tokens, values]``."""
+        """Returns the gated delta net of ``[tokens, hidden]`` before the output projection, ``[tokens, values]``."""
         net = self.config.delta_net
         assert net is not None
         widths = (net.channels, net.values, net.value_heads, net.value_heads)
@@ -207,6 +209,6 @@ class LanguageModel:
         return mix_experts(tokens, weights, chosen, mlp, activation=self._activation)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns float32 logits ``[tokens, vocab]`` for ``[tokens, hidden]``; the caller may write to them."""
+        """Returns float32 logits ``[tokens, vocab]`` for ``[tokens, hidden]``. The caller may overwrite the logits."""
         logits = product(self._norm(hidden, self.weights.final_norm), self.weights.head_t)
         return logits.float() if self._narrow else logits

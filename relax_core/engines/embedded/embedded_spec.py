@@ -50,7 +50,7 @@ def command(launch: EngineStart) -> list[str]:
 def environment(launch: EngineStart) -> dict[str, str]:
     """Returns the environment of an engine process.
 
-    It sets the number of threads before any maths library loads, and lets waiting threads sleep instead of spin.
+    The variables set the number of threads before a maths library loads, and make waiting threads sleep, not spin.
     """
     path = os.environ.get("PYTHONPATH")
     return {

@@ -1,6 +1,6 @@
-"""Holds the embedded engine's weights, fused into few large matrices; the Hugging Face tensors are views into them.
+"""The embedded engine's weights, fused into few large matrices; the Hugging Face tensors are views into the matrices.
 
-It also computes products of tokens with these weights, and mixture-of-experts layers.
+The module also computes products of tokens with these weights, and mixture-of-experts layers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from relax_core.engines.embedded.half_products import HalfMatrix, computing_dtyp
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.architecture import AudioTower, VisionTower
 
-# A transposed view [in, out], or a HalfMatrix where bfloat16 is slow.
+# A transposed view [in, out]; on processors with slow bfloat16 products, a HalfMatrix.
 Matrix = Tensor | HalfMatrix
-WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
+WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # allowed dtypes of tensors in an update
 
 
 class AttentionWeights(NamedTuple):
     """Holds the weights of one layer's attention.
 
-    Query and key heads, their biases and norms are stored with the two halves of each head's rotated part interleaved,
-    so that rotary embedding is one complex product. Dot products and norms do not depend on the order. If the attention
-    has an output gate, the gates' heads come before those of the queries.
+    In query and key heads, their biases and norms, the two halves of each head's rotated part are interleaved: rotary
+    embedding is then one complex product. Dot products and norms do not depend on the order. If the attention has an
+    output gate, the gates' heads come before the query heads.
     """
 
     qkv_t: Matrix  # [hidden, (gates + heads + 2 * kv_heads) * head_dim]
@@ -39,7 +39,7 @@ class AttentionWeights(NamedTuple):
 
 
 class DeltaNetWeights(NamedTuple):
-    """Holds the weights of one layer's gated delta net; those of the decay are float32, as is the norm."""
+    """Holds the weights of one layer's gated delta net. The norm and the weights of the decay are float32."""
 
     into_t: Matrix  # [hidden, channels + values + 2 * value_heads]: convolved, gate, writing strength, decay
     convolution: Tensor  # [channels, kernel]
@@ -50,7 +50,7 @@ class DeltaNetWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Holds one layer's weights. All norms are float32; those of rows are multiplied by `Target.scale`."""
+    """Holds one layer's weights. All norms are float32. `Target.scale` is already multiplied into the norms."""
 
     input_norm: Tensor  # [hidden]
     mixer: AttentionWeights | DeltaNetWeights
@@ -59,12 +59,12 @@ class LayerWeights(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Names the part of the fused weights that one Hugging Face tensor is copied to.
+    """Describes the part of the fused weights that one Hugging Face tensor is copied to.
 
-    ``view`` gets the tensor after ``reshape(view_shape)``, plus ``shift``, times ``scale``; ``shape`` is its shape in
-    the file. A norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The
-    query norm's scale is 1, because attention divides by that root. A zero-centred norm's shift is 1. ``order``, if
-    given, are the indices of the tensor's rows in the order of the view.
+    ``shape`` is the tensor's shape in the file. ``order``, if given, has the indices of the tensor's rows in the order
+    of the view. ``view`` gets the tensor after ``reshape(view_shape)``, plus ``shift``, times ``scale``. The scale of a
+    norm is the root of its width, because the model computes x / |x| and not x / rms(x). The scale of a query norm is
+    1, because attention divides by this root. The shift of a zero-centred norm is 1.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Target(NamedTuple):
 
 
 def _interleaved(dim: int, rotated: int) -> Tensor:
-    """Returns the indices of a head's numbers in the order of the fused weights, int64 ``[dim]``."""
+    """Returns the indices of a head's dimensions in the order of the fused weights, int64 ``[dim]``."""
     pairs = torch.arange(rotated).view(2, -1).t().flatten()
     return torch.cat([pairs, torch.arange(rotated, dim)])
 
@@ -84,7 +84,7 @@ def _interleaved(dim: int, rotated: int) -> Tensor:
 def _row_order(heads: int, dim: int, inside: Tensor, *, gates: bool) -> Tensor:
     """Returns the indices of a projection's rows in the order of the fused weights, int64 ``[rows]``.
 
-    With ``gates`` the file has the query of each head and then its gate; the fused weights have all gates first.
+    With ``gates``, the file has a query and a gate for each head in turn. The fused weights have all gates first.
     """
     per_head = 2 * dim if gates else dim
     first = torch.arange(heads)[:, None] * per_head
@@ -93,10 +93,10 @@ def _row_order(heads: int, dim: int, inside: Tensor, *, gates: bool) -> Tensor:
 
 
 class FusedWeights:
-    """Holds all weights of one model, which are zeros until `apply`.
+    """Holds all weights of one model. The weights are zeros until `apply`.
 
-    ``vision`` and ``audio`` are the towers of the model, Hugging Face's modules as they are; None if it has none.
-    ``dtype`` is the dtype in which the language model is computed (`computing_dtype`).
+    ``vision`` and ``audio`` are the model's towers, as Hugging Face modules, or None. ``dtype`` is the dtype in which
+    the language model is computed (`computing_dtype`).
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -119,7 +119,7 @@ class FusedWeights:
         self.is_copied = config.is_copied
 
     def _matrix(self, stored: Tensor) -> Matrix:
-        """Returns the matrix of products with ``stored``, which is ``[out, in]``."""
+        """Returns the matrix that `product` multiplies with. ``stored`` is ``[out, in]``."""
         if stored.dtype == self.dtype:
             return stored.t()
         self._packed.append(HalfMatrix(stored))
@@ -129,7 +129,7 @@ class FusedWeights:
         self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale, shift)
 
     def _norm(self, name: str, config: ModelConfig) -> Tensor:
-        """Adds the norm of rows ``name`` and returns its weight, ``[hidden]``."""
+        """Adds the norm ``name`` of hidden states and returns its weight, ``[hidden]``."""
         weight = torch.zeros(config.hidden_size)
         self._whole(name, weight, scale=math.sqrt(config.hidden_size), shift=float(config.zero_centered))
         return weight
@@ -210,7 +210,7 @@ class FusedWeights:
     def _experts(
         self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, layout: ExpertLayout
     ) -> ExpertWeights:
-        """Adds a layer's experts in the layout of the folder, and the shared expert if there is one."""
+        """Adds a layer's experts in the folder's layout, and the shared expert, if any."""
         router = torch.zeros(experts.count, hidden, dtype=dtype)
         self._whole(f"{prefix}gate.weight", router)
         shared: DenseWeights | None = None
@@ -236,8 +236,8 @@ class FusedWeights:
         return ExpertWeights(self._matrix(router), dense, shared, self._matrix(shared_gate))
 
     def _tower(self, tower: VisionTower | AudioTower, prefix: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Builds a tower, whose parameters are targets under their Hugging Face names."""
-        from relax_core.families.tower_passes import build_tower  # it imports transformers
+        """Builds a tower, and adds its parameters as targets under their Hugging Face names."""
+        from relax_core.families.tower_passes import build_tower  # imports transformers
 
         module = build_tower(tower, dtype=dtype).eval().requires_grad_(False)
         for name, parameter in module.named_parameters():
@@ -250,9 +250,9 @@ class FusedWeights:
         return max(math.prod(target.shape) for target in self._targets.values())
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
-        """Returns an update's tensors by name; those in ``held`` stay as they are if the update lacks them.
+        """Checks an update and returns its tensors by name. The update may lack tensors in ``held``.
 
-        Raises ValueError that names the missing, unknown and misshapen tensors.
+        Raises ValueError with the missing, unknown and misshapen tensors.
         """
         found = {name: tensor for name, tensor in tensors if name not in self._ignored and not self.is_copied(name)}
         faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
@@ -264,9 +264,9 @@ class FusedWeights:
         return found
 
     def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
-        """Returns why a tensor of an update does not fit the model, or None if it fits."""
+        """Returns why a tensor of an update does not fit the model; None if it fits."""
         target = self._targets.get(name)
-        if name in self._ignored:  # `checked` leaves it out, but its size is bounded too
+        if name in self._ignored:  # `checked` ignores this tensor, but its size is limited, too
             if len(shape) > 2 or not 0 <= math.prod(shape) <= self._max_elements:
                 return f"misshapen: {name} is {clipped(str(list(shape)))}, larger than any tensor of the model"
         elif target is None:
@@ -293,13 +293,13 @@ class FusedWeights:
                 pack_all(self._packed)
 
 
-ONEDNN_FROM = 1 << 21  # multiply-adds, for which MKL takes about 40 µs
-# Token counts are padded to a multiple of _STEP: oneDNN takes 0.4 ms to prepare a shape, and keeps 1,024 shapes.
+ONEDNN_FROM = 1 << 21  # multiply-adds from which oneDNN is used; MKL needs about 40 µs for these
+# Token counts are padded to a multiple of _STEP: oneDNN takes 0.4 ms to prepare a new shape, and caches 1,024 shapes.
 _STEP = 64
 
 
 def product(tokens: Tensor, weight_t: Matrix) -> Tensor:
-    """Returns ``tokens`` ``[tokens, in]`` times ``weight_t`` ``[in, out]``, a transposed view: ``[tokens, out]``."""
+    """Returns ``tokens`` ``[tokens, in]`` times ``weight_t`` ``[in, out]``: ``[tokens, out]``."""
     if isinstance(weight_t, HalfMatrix):
         return weight_t.product(tokens)
     if _for_onednn(tokens, weight_t):
@@ -308,7 +308,7 @@ def product(tokens: Tensor, weight_t: Matrix) -> Tensor:
 
 
 def add_product(x: Tensor, tokens: Tensor, weight_t: Matrix) -> Tensor:
-    """Returns the product plus ``x``, which is ``[tokens, out]``, or ``[out]`` and then added to every token."""
+    """Returns the `product` plus ``x``, which is ``[tokens, out]`` or, to add it to every token, ``[out]``."""
     if isinstance(weight_t, HalfMatrix):
         return weight_t.product(tokens).add_(x)
     if _for_onednn(tokens, weight_t):
@@ -317,9 +317,9 @@ def add_product(x: Tensor, tokens: Tensor, weight_t: Matrix) -> Tensor:
 
 
 def _for_onednn(tokens: Tensor, weight_t: Tensor) -> bool:
-    """Returns True for large float32 products of enough tokens; in bfloat16 torch uses oneDNN by itself.
+    """Returns True for large float32 products of enough tokens. For bfloat16, torch already uses oneDNN.
 
-    Fewer tokens than `_STEP` would mostly multiply the padding.
+    With fewer tokens than `_STEP`, most of the product would be padding.
     """
     count = tokens.shape[0]
     return count >= _STEP and count * weight_t.numel() >= ONEDNN_FROM and tokens.dtype == torch.float32
@@ -334,14 +334,14 @@ def _onednn(tokens: Tensor, weight_t: Tensor) -> Tensor:
 
 
 class DenseWeights(NamedTuple):
-    """Holds the weights of a gated feed-forward network; fields with names in ``_t`` are transposed views."""
+    """Holds the weights of a gated feed-forward network. Fields with the suffix ``_t`` are transposed views."""
 
     gate_up_t: Matrix  # [hidden, 2 * intermediate]
     down_t: Matrix  # [intermediate, hidden]
 
 
 class ExpertWeights(NamedTuple):
-    """Holds one layer's router and experts, in the model's dtype; ``shared`` is the expert that every token uses."""
+    """Holds one layer's router and experts in the model's dtype. All tokens use the expert ``shared``."""
 
     router_t: Matrix  # [hidden, experts]
     each: list[DenseWeights]
@@ -350,10 +350,10 @@ class ExpertWeights(NamedTuple):
 
 
 def choose_experts(tokens: Tensor, router_t: Matrix, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Returns the router's weights and chosen experts by Qwen3-MoE's rule, both ``[tokens, per_token]``.
+    """Returns router weights and chosen experts, both ``[tokens, per_token]``, by the rule of Qwen3-MoE.
 
-    The rule takes the softmax over all experts in float32 and the ``per_token`` most likely experts, most likely first.
-    ``tokens`` is ``[tokens, hidden]``; the weights have its dtype, the experts are int64.
+    The rule computes the softmax over all experts in float32, and chooses the ``per_token`` most likely experts, most
+    likely first. ``tokens`` is ``[tokens, hidden]``. The weights have the dtype of ``tokens``; the experts are int64.
     """
     scores = product(tokens, router_t).softmax(-1, dtype=torch.float32)
     weights, chosen = scores.topk(experts.per_token, -1)
@@ -365,11 +365,11 @@ def choose_experts(tokens: Tensor, router_t: Matrix, experts: Experts) -> tuple[
 def mix_experts(
     tokens: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeights, *, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Returns the weighted sum of the chosen experts' outputs, plus the shared expert's, ``[tokens, hidden]``.
+    """Returns the weighted sum of the chosen experts' outputs plus the shared expert's output, ``[tokens, hidden]``.
 
-    Tokens are sorted by expert, so that each chosen expert computes one product. In measurements this was faster than
-    one product over all experts and than products padded to the busiest expert, at every model size from a hundred
-    tokens on. For a large model it is the only affordable way.
+    Tokens are sorted by expert, and each chosen expert computes one product. From a hundred tokens on, this was faster
+    at every measured model size than one product over all experts, and than products that are padded to the busiest
+    expert. For large models, it is the only affordable method.
     """
     per_token = chosen.shape[1]
     flat = chosen.view(-1)

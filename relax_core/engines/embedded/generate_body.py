@@ -1,4 +1,4 @@
-"""Parses and checks the body of /generate; an unsupported field is refused unless its value is neutral."""
+"""Parses and checks the body of /generate. Unsupported fields are refused, except at their neutral value."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from relax_core.engines.protocol.generate_messages import unknown_token
 from relax_core.engines.protocol.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopStrings, StopTable
 from relax_core.families.towers import Towers
 
-MAX_SAMPLES = 65536  # samples of one request: prompts times n
-MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of one body; each takes many times its bytes once it is decoded
-MAX_STOPS = 1024  # stop tokens of one sample; each step of a batch compares with all of them
+MAX_SAMPLES = 65536  # maximum samples of one request: prompts times n
+MAX_CONTAINERS = 4 * MAX_SAMPLES  # maximum lists and objects of a body; decoded, they take much more memory
+MAX_STOPS = 1024  # maximum stop tokens of one sample; each step of a batch compares with all of them
 MAX_RID = 1024  # characters
-MAX_TOPS = 1 << 24  # top-k tokens in one reply
-MAX_KEPT = 1 << 24  # kept tokens in one reply that lists their ids
+MAX_TOPS = 1 << 24  # maximum top-k tokens in one reply
+MAX_KEPT = 1 << 24  # maximum kept tokens in one reply that lists their ids
 SEEDS = range(-(1 << 63), 1 << 64)  # 64 bits, signed or unsigned
 VERSIONS = range(-1, 1 << 63)
 TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
@@ -40,7 +40,7 @@ TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 class RequestLimits:
     """Holds the engine's limits on a request, in tokens and samples.
 
-    ``state_tokens`` is the size of the states of a sample's gated delta nets in cache tokens, 0 for other models.
+    ``state_tokens`` is the size of a sample's states in cache tokens, for a model with a gated delta net; else 0.
     """
 
     context_length: int
@@ -50,12 +50,12 @@ class RequestLimits:
 
 
 def is_temperature(value: float) -> bool:
-    """Returns whether the engine samples at this temperature; 0 stands for greedy decoding."""
+    """Returns whether the engine supports this temperature; 0 means greedy decoding."""
     return value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
 
 
 def check_within(key: str, values: Sequence[int], allowed: range, *, words: str) -> None:
-    """Raises HttpError 400 for the first value that is not ``allowed``."""
+    """Raises HttpError 400 for a value outside ``allowed``."""
     bad = next((value for value in values if value not in allowed), None)
     if bad is not None:
         raise HttpError(400, f"{key}: {bad}; give {words}")
@@ -69,7 +69,7 @@ def check_rids(given: str | list[str]) -> None:
 
 
 def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> tuple[int, ...]:
-    """Returns the distinct ids in order. Raises HttpError 400 for more than ``limit`` ids or an unknown token."""
+    """Returns the distinct ids in ascending order. Raises HttpError 400 for more than ``limit`` ids or unknown ids."""
     different = sorted(set(ids))
     if len(different) > limit:
         raise HttpError(400, f"{key}: {len(different)} token ids; give {limit} at most")
@@ -80,7 +80,7 @@ def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> t
 
 
 def same_length(key: str, found: int, count: int) -> None:
-    """Raises HttpError 400 if a list does not have one entry for each of the ``count`` prompts."""
+    """Raises HttpError 400 if a list does not have one entry for each of ``count`` prompts."""
     if found != count:
         raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
 
@@ -94,7 +94,7 @@ def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
 
 
 def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
-    """Raises HttpError 400 if ``n`` samples of the prompt with up to ``new`` new tokens each do not fit."""
+    """Raises HttpError 400 if ``n`` samples of the prompt, with up to ``new`` tokens each, exceed the limits."""
     total = prompt + new
     if total > limits.context_length:
         raise HttpError(
@@ -118,12 +118,12 @@ def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestL
         )
 
 
-# The items of one prompt: each with its digest and the index of its first row in the prompt's token ids.
+# The media items of one prompt: (digest, index of the item's first row in the prompt's token ids).
 PlacedDigests = list[tuple[str, int]]
 
 
 class RequestMedia:
-    """Finds the media items that requests name in the folder of ``--media-folder``."""
+    """Finds the media items of requests in the folder ``--media-folder``."""
 
     def __init__(self, reader: FolderReader | None, model: ModelConfig) -> None:
         self._reader = reader
@@ -132,10 +132,10 @@ class RequestMedia:
     def of_prompts(
         self, given: Sequence[PlacedDigests | None] | None, prompts: Sequence[Sequence[int]]
     ) -> list[list[Media]]:
-        """Returns the items of each prompt, in order of their rows.
+        """Returns the media items of each prompt, in order of their rows.
 
-        Raises HttpError 400 for an item that is not in the folder or does not fit the prompt's tokens, and for
-        placeholder tokens without an item, because the model would lack the image, video or sound there.
+        Raises HttpError 400 for an item that is missing in the folder or does not fit the prompt's tokens, and for
+        placeholder tokens without an item.
         """
         entries = [None] * len(prompts) if given is None else list(given)
         same_length("media", len(entries), len(prompts))
@@ -184,7 +184,7 @@ class RequestMedia:
 
 
 def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
-    """Raises HttpError 400 for an item that was encoded for another model, because the towers cannot process it."""
+    """Raises HttpError 400 for an item that was encoded for another model: the towers cannot process such an item."""
     if len(item.grid) != 3:
         raise HttpError(
             400,
@@ -214,10 +214,9 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
 
 
 def _moves_on(item: MediaItem, towers: Towers) -> bool:
-    """Returns whether an item's rotary offsets fit its rows, and its advance of the positions is within the limit.
+    """Returns whether an item's rotary offsets are valid and its advance of the position is within the limit.
 
-    The limit is the largest offset plus 1 for a video whose positions count seconds, and the number of rows for other
-    items.
+    The limit is the largest offset plus 1 for a video with positions in seconds, else the number of rows.
     """
     if not item.rows or len(item.offsets) != 3 * len(item.token_ids):
         return False
@@ -228,13 +227,13 @@ def _moves_on(item: MediaItem, towers: Towers) -> bool:
 
 
 def _shape(tensors: Mapping[str, MediaTensor], name: str, dtype: str) -> list[int]:
-    """Returns the shape of an item's tensor, [0] if it has none of this dtype."""
+    """Returns the shape of an item's tensor; [0] if the item has no such tensor of this dtype."""
     tensor = tensors.get(name)
     return tensor.shape if tensor is not None and tensor.dtype == dtype else [0]
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds SGLang's sampling_params; the fields after ``stop`` are accepted only at their neutral value."""
+    """Holds SGLang's sampling_params. Fields after ``stop`` are accepted only at their neutral value."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -246,7 +245,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     sampling_seed: int | None = None
     ignore_eos: bool = False
     stream_interval: int | None = None
-    skip_special_tokens: bool = True  # the engine returns no text, so this field and the next two change nothing
+    skip_special_tokens: bool = True  # this field and the next two have no effect, because the engine returns no text
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stop: str | list[str] | None = None
@@ -264,12 +263,12 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the fields of SGLang's GenerateReqInput, and Relax's own.
+    """Holds the fields of SGLang's GenerateReqInput, and additional fields of Relax.
 
-    Relax's own fields are ``min_version``, ``sampling_seed``, ``banned_token_ids``, ``samples``, ``generated``,
+    Relax's additional fields are ``min_version``, ``sampling_seed``, ``banned_token_ids``, ``samples``, ``generated``,
     ``media`` (see `PromptRequest`) and ``kept_tokens``. The fields from ``text`` on are accepted only at their neutral
-    value. ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` are accepted only if the request scores
-    tokens (`parse_score`).
+    value. ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` are accepted only in requests for scores
+    (`parse_score`).
     """
 
     input_ids: list[int | list[int]] | None = None
@@ -288,7 +287,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     top_logprobs_num: int | list[int] | None = 0
     kept_tokens: list[KeptTokens | None] | None = None
     media: list[PlacedDigests | None] | None = None
-    routing_key: str | None = None  # a router in front of several engines reads it
+    routing_key: str | None = None  # for a router in front of several engines
     return_text_in_logprobs: bool = False  # the engine returns no text
     text: Any = None
     input_embeds: Any = None
@@ -314,7 +313,7 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBody:
-    """Holds a body whose prompts and types are checked; ``single`` is True if one prompt was given outside a list."""
+    """Holds a body with checked prompts and types. ``single`` is True for one prompt outside a list."""
 
     raw: GenerateBody
     prompts: list[list[int]]
@@ -327,7 +326,7 @@ class RequestBody:
 def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> RequestBody:
     """Decodes a JSON body and checks its prompts. Raises HttpError 400 with key, value and fix."""
     if (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
-        raise HttpError(400, f"/generate: {count} lists and objects, at most {MAX_CONTAINERS} are taken; send fewer")
+        raise HttpError(400, f"/generate: {count} lists and objects, at most {MAX_CONTAINERS} are accepted; send fewer")
     try:
         raw = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -347,7 +346,7 @@ def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> Reque
 
 
 def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> Call:
-    """Checks a body that requests new tokens. Raises HttpError 400 with key, value and fix."""
+    """Checks a body that requests new tokens and returns the call. Raises HttpError 400 with key, value and fix."""
     raw, prompts, sampling = body.raw, body.prompts, body.sampling
     for name in _SCORE_ONLY:
         if getattr(raw, name) not in (None, getattr(_defaults_generate, name)):
@@ -428,7 +427,7 @@ def _prompts(input_ids: list[int | list[int]] | None) -> tuple[list[list[int]], 
 
 
 def banned_tokens(raw: GenerateBody, model: ModelConfig) -> tuple[int, ...]:
-    """Returns the banned token ids, sorted. Raises HttpError 400 if they are unknown, too many, or all tokens."""
+    """Returns the banned token ids, sorted. Raises HttpError 400 for unknown or too many ids, or if all are banned."""
     banned = token_set("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size, limit=MAX_BANNED)
     if len(banned) == model.vocab_size:
         raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
@@ -468,7 +467,7 @@ def _versions(given: int | list[int], count: int) -> list[int]:
 
 
 def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> list[list[int]]:
-    """Returns the indices of the requested responses of each prompt."""
+    """Returns the indices of the requested samples of each prompt."""
     if given is None:
         return [list(range(n))] * count
     same_length("samples", len(given), count)
@@ -479,7 +478,7 @@ def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> lis
 
 
 def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
-    """Returns for each prompt the number of tokens at its end that belong to the response."""
+    """Returns for each prompt how many tokens at its end belong to a partial response."""
     counts = per_prompt("generated", given, len(prompts))
     for index, (count, ids) in enumerate(zip(counts, prompts, strict=True)):
         if not 0 <= count < len(ids):
@@ -550,7 +549,7 @@ def _settings(
 class ScoreRequest:
     """Holds a checked request for scores.
 
-    ``single`` is True if one prompt was given outside a list; the reply is then an object and not a list.
+    ``single`` is True for one prompt outside a list: the reply is then an object and not a list.
     """
 
     items: list[ScoreItem]
@@ -560,14 +559,14 @@ class ScoreRequest:
 
 
 def asks_for_scores(body: RequestBody) -> bool:
-    """Returns whether a prompt of the request requests no new token."""
+    """Returns whether a prompt of the request has max_new_tokens 0, which means scoring."""
     return any(sampling_body.max_new_tokens == 0 for sampling_body in body.sampling)
 
 
 def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> ScoreRequest:
     """Checks a request for scores. Raises HttpError 400 with key, value and fix.
 
-    ``temperature`` 0 counts as 1, as it does for the log-probs of greedy tokens.
+    ``temperature`` 0 is replaced by 1, because log-probs of greedy tokens are at temperature 1, too.
     """
     raw, count = body.raw, len(body.prompts)
     _check_score(body)
@@ -638,9 +637,9 @@ def _check_score(body: RequestBody) -> None:
 
 
 def _check_vocabularies(kept: Sequence[KeptTokens | None], model: ModelConfig) -> None:
-    """Raises HttpError 400 if the vocabularies of the kept sets differ in size, or are far from the model's size.
+    """Raises HttpError 400 if kept sets have vocabularies of different sizes, or of a size far from the model's.
 
-    The sizes may differ from the model's own, because two models of one tokenizer may pad it differently.
+    The size may differ from the model's size, because two models with the same tokenizer may be padded differently.
     """
     sizes = {sets.vocab_size for sets in kept if sets is not None}
     if len(sizes) > 1 or any(not 1 <= size <= 2 * model.vocab_size for size in sizes):

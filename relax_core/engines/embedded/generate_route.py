@@ -1,4 +1,4 @@
-"""Answers POST /generate as one JSON reply, as SGLang's server-sent events, or as compact frames for Relax's client."""
+"""Answers POST /generate with one JSON reply, SGLang's server-sent events, or compact frames for Relax's client."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from relax_core.engines.protocol.stop_strings import StopTable
 def finished(news: Progress, sent: set[int]) -> Finished:
     """Returns the compact frame of a finished sample.
 
-    The experts of a prompt's tokens are sent with its first sample that has any. ``sent`` holds the indices of the
-    prompts with experts that have been sent; the function adds this prompt's.
+    The experts of a prompt are sent once, with the first sample that has experts. ``sent`` has the indices of the
+    prompts with sent experts; the function adds the sample's prompt.
     """
     assert news.finish is not None
     sample = news.sample
@@ -80,7 +80,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
 
 
 def grown(news: Progress) -> Grown:
-    """Returns the compact frame of new tokens of a sample that is not finished."""
+    """Returns the compact frame with new tokens of an unfinished sample."""
     ids = np.array(news.ids, dtype=INT32)
     return Grown(news.sample.prompt.index, news.sample.index, news.length - len(ids), ids.tobytes())
 
@@ -98,10 +98,10 @@ def stream_end(call: Call) -> StreamEnd:
 
 
 def sglang_reply(news: Progress, *, version: int) -> dict[str, Any]:
-    """Returns one response in SGLang's shape.
+    """Returns one response in SGLang's format.
 
     ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, an event
-    has the tokens and log-probs since the sample's last event; counts and version spans cover the whole response.
+    has the tokens and log-probs since the sample's last event, but counts and version spans of the whole response.
     """
     sample = news.sample
     prompt = sample.prompt
@@ -130,7 +130,7 @@ def sglang_reply(news: Progress, *, version: int) -> dict[str, Any]:
 
 
 def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
-    """Returns scores in SGLang's shape: one entry for each token from ``item.start`` on; the first has no log-prob."""
+    """Returns scores in SGLang's format: an entry for each token from ``item.start`` on, the first without log-prob."""
     scored = item.token_ids[item.start + 1 :]
     meta: dict[str, Any] = {
         "id": rid,
@@ -171,9 +171,9 @@ def _finish_reason(news: Progress) -> dict[str, Any] | None:
 
 
 async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Receive, send: Send) -> None:
-    """Scores the request's tokens and answers with JSON.
+    """Scores the request's tokens and sends a JSON reply.
 
-    Raises HttpError 409 if the requested weights are not in force, 500 if the weights yield logits that are not finite.
+    Raises HttpError 409 if the requested weights are not in force, and 500 if the weights yield non-finite logits.
     """
     if scheduler.version == NOTHING_ATTESTED or scheduler.version < request.min_version:
         raise HttpError(
@@ -204,14 +204,14 @@ async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Re
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns once the client has closed the connection."""
+    """Waits until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 MAX_BODY_BYTES = 64 << 20
-QUICK_BYTES = 1 << 18  # a larger body is parsed outside the event loop
-MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # samples that run or wait, of all requests
+QUICK_BYTES = 1 << 18  # larger bodies are parsed in a thread
+MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # maximum running and waiting samples of all requests
 
 
 class Failure(msgspec.Struct):
@@ -224,7 +224,7 @@ News = list[Progress] | Failure | None  # None: the client has disconnected
 
 
 class GenerateRoute:
-    """Handles /generate; aborts the samples of a client that disconnects."""
+    """Handles /generate. If a client disconnects, its samples are aborted."""
 
     def __init__(
         self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable, media: RequestMedia
@@ -237,7 +237,7 @@ class GenerateRoute:
         self._open_samples = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request. Raises HttpError for a body that is refused."""
+        """Answers one request. Raises HttpError for an invalid body."""
         compact = MSGPACK.encode() in asgi.headers(scope).get(b"accept", b"")
         body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
         parse = partial(self._parse, body)
@@ -287,7 +287,7 @@ class GenerateRoute:
                 self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
 
     async def _whole(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """Sends one JSON reply once all samples are finished."""
+        """Sends one JSON reply when all samples are finished."""
         replies: list[dict[str, Any]] = []
         expected = call.samples
         while len(replies) < expected:
@@ -308,10 +308,10 @@ class GenerateRoute:
         return sglang_reply(news, version=self._scheduler.version)
 
     async def _frames(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """Sends one frame for each report; the samples that one decode step finishes share one write."""
+        """Sends one frame for each report. The frames of one decode step share one write."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
         left, more = call.samples, True
-        sent: set[int] = set()  # indices of the prompts with experts that have been sent
+        sent: set[int] = set()  # indices of the prompts with sent experts
         while more:
             news = await inbox.get()
             if news is None:
@@ -331,7 +331,7 @@ class GenerateRoute:
             await send({"type": "http.response.body", "body": encode_frames(frames), "more_body": more})
 
     async def _events(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """Sends SGLang's server-sent events; each holds the tokens since the sample's last event."""
+        """Sends SGLang's server-sent events. An event has the tokens since the sample's last event."""
         await asgi.start_response(send, status=200, content_type=EVENT_STREAM.encode())
         left = call.samples
         while left:
@@ -350,7 +350,7 @@ class GenerateRoute:
 
 
 def _check_kept_lists(request: Call, *, vocab_size: int) -> None:
-    """Raises HttpError 400 if a JSON reply, which lists the ids of kept sets, could hold too many of them."""
+    """Raises HttpError 400 if a JSON reply could list too many ids of kept tokens."""
     most = 0
     for prompt in request.prompts:
         settings = prompt.settings

@@ -1,7 +1,8 @@
 """Multiplies float32 activations by 16-bit weights, for processors with slow bfloat16 products.
 
-Without AVX-512, torch multiplies bfloat16 numbers five times slower than float32 numbers. There the engine computes a
-bfloat16 model in float32, with its matrices packed as float16 for FBGEMM, which needs half of float32's memory traffic.
+Without AVX-512, torch multiplies bfloat16 numbers five times slower than float32 numbers. On such processors, the
+engine computes a bfloat16 model in float32. The matrices are packed as float16 for FBGEMM, with half of float32's
+memory traffic.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ _FLOAT16_MAX = 65504.0
 
 
 def computing_dtype(stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a model with weights of dtype ``stored`` is computed."""
+    """Returns the dtype for computing a model with weights of dtype ``stored``."""
     slow = stored == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow and "fbgemm" in torch.backends.quantized.supported_engines else stored
 
 
 class HalfMatrix:
-    """Holds a bfloat16 matrix and a packed copy of it in float16, which `pack` makes after each change.
+    """Holds a bfloat16 matrix and a packed float16 copy. Call `pack` after each change of the matrix.
 
-    The copy has the same numbers, but those below 2**-17 are rounded to a multiple of 2**-24. A matrix with numbers
-    that are not finite or exceed float16 is multiplied in float32 without the copy, so that these numbers stay visible.
+    The copy has the same numbers, except that numbers below 2**-17 are rounded to a multiple of 2**-24. A matrix with
+    non-finite numbers or numbers beyond float16 is multiplied in float32 without the copy, which preserves these
+    numbers.
     """
 
     __slots__ = ("_packed", "_stored")
 
     def __init__(self, stored: Tensor) -> None:
-        """Takes the matrix ``[out, in]``; the caller may change its numbers."""
+        """Keeps a reference to the matrix ``[out, in]``; the caller may change its numbers."""
         self._stored = stored
         self._packed: Any = None
 
     def pack(self) -> None:
-        """Packs the numbers that the matrix has now."""
+        """Packs the current numbers of the matrix."""
         numbers = self._stored.float()
         low, high = numbers.aminmax()
         fits = bool(low >= -_FLOAT16_MAX) and bool(high <= _FLOAT16_MAX)
@@ -52,6 +54,6 @@ class HalfMatrix:
 
 
 def pack_all(matrices: Sequence[HalfMatrix]) -> None:
-    """Packs all matrices, in as many threads as torch uses; a thread takes about 10 ns for each number."""
+    """Packs all matrices, with torch's number of threads. A thread needs about 10 ns per number."""
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
         list(threads.map(HalfMatrix.pack, matrices))

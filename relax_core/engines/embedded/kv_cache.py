@@ -1,7 +1,7 @@
-"""Holds the KV cache of the running samples and the attention of decode steps over it, and the prefix cache.
+"""The KV cache of the running samples, the attention of decode steps over the cache, and the prefix cache.
 
-The prefix cache (`PrefixStore`) keeps keys and values of finished responses, so that the next turn of an episode
-prefills its new tokens only.
+The prefix cache (`PrefixStore`) keeps keys and values of finished responses: the next turn of an episode prefills only
+its new tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ FIRST_COLUMNS = 64
 
 
 class KVCache:
-    """Holds ``data`` [layers, 2, slots, kv_heads, columns, head_dim]; a token at position p is in column p.
+    """Stores ``data`` [layers, 2, slots, kv_heads, columns, head_dim]. The token at position p is in column p.
 
-    Slots times columns never exceed ``max_tokens``. All numbers are finite, because masked columns are multiplied by 0.
+    Slots times columns never exceed ``max_tokens``. All numbers must be finite, because masked columns are multiplied
+    by 0.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def reserve(self, slots: int, columns: int, *, used_slots: int) -> bool:
-        """Makes room for ``slots`` by ``columns``, keeps the first ``used_slots``; returns whether ``data`` is new.
+        """Makes room for ``slots`` by ``columns`` and keeps the first ``used_slots``. Returns whether ``data`` is new.
 
         The product of ``slots`` and ``columns`` must not exceed ``max_tokens``.
         """
@@ -92,7 +93,7 @@ class KVCache:
         self.data[:, :, first_slot : first_slot + count, :, :width] = prefix.index_select(2, source)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Fills slots with zeros, so that numbers that are not finite do not reach the next sample in the slot."""
+        """Fills slots with zeros, because non-finite numbers would reach the next sample in the slot."""
         self.data[:, :, torch.tensor(slots, dtype=torch.int64)] = 0
 
     def free(self) -> None:
@@ -100,14 +101,14 @@ class KVCache:
         self.data = self._allocate(0, 0)
 
 
-MAX_SLOTS_ALONE = 16  # maximum number of slots with separately computed attention
-ALONE_COLUMNS = 1500  # the extra cost of computing a slot alone, in columns
+MAX_SLOTS_ALONE = 16  # maximum number of slots with separate attention
+ALONE_COLUMNS = 1500  # extra cost of separate attention for a slot, in columns
 
 
 def slots_alone(lengths: np.ndarray) -> np.ndarray:
-    """Returns the longest slots, for which separate attention is faster, int64; ``lengths`` ``[slots]`` in columns.
+    """Returns the longest slots for which separate attention is faster, int64. ``lengths`` ``[slots]``: columns.
 
-    All other slots are computed together, with as many columns as the longest of them has.
+    All other slots are computed together, padded to the longest of these slots.
     """
     most = min(MAX_SLOTS_ALONE, len(lengths) - 1)
     longest = np.argsort(-lengths, kind="stable")[: most + 1]
@@ -116,16 +117,16 @@ def slots_alone(lengths: np.ndarray) -> np.ndarray:
 
 
 def columns_read(lengths: np.ndarray) -> int:
-    """Returns the columns of the cache that one step reads in a layer; ``lengths`` ``[slots]`` in columns."""
+    """Returns how many cache columns one step reads in each layer. ``lengths`` ``[slots]``: columns."""
     alone = slots_alone(lengths)
     return len(lengths) * int(np.delete(lengths, alone).max()) + int(lengths[alone].sum())
 
 
 class CacheViews:
-    """Holds views of the cache's tensor, which are made once for each allocation.
+    """Holds views of the cache's tensor, made once per allocation.
 
     ``keys`` is ``[layers, slots * kv_heads, head_dim, columns]``, ``values`` is ``[layers, slots * kv_heads, columns,
-    head_dim]``. ``vectors`` holds for each layer all keys and values as ``[2 * slots * kv_heads * columns, head_dim]``.
+    head_dim]``. ``vectors`` has, for each layer, all keys and values as ``[2 * slots * kv_heads * columns, head_dim]``.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -136,19 +137,19 @@ class CacheViews:
         self.vectors = cache.data.view(layers, 2 * slots * heads * columns, dim).unbind(0)
         self.kv_heads, self.head_dim = heads, dim
         head = torch.arange(slots * heads).view(slots, heads)
-        # [slots, 2 * kv_heads], the indices into ``vectors`` of column 0
+        # [slots, 2 * kv_heads]: indices of column 0 in ``vectors``
         self.first_vectors = torch.cat((head, head + slots * heads), 1) * columns
 
 
 class DecodeAttention:
-    """Computes the attention of up to ``steps`` steps of the same samples; `advance` moves to the next step.
+    """Computes the attention of up to ``steps`` steps of the same samples. `advance` moves to the next step.
 
-    Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
-    pads the query. The attention of a few much longer slots is computed separately, so that the other slots do not read
-    columns past their ends (`slots_alone`). ``positions`` ``[slots]`` holds the columns of the tokens that the first
-    step computes. ``rotary_shift`` ``[slots]``, if given, is added to them for the rotary positions. ``rotary``
-    ``[slots]`` has the rotary positions of the current step: int64, or float64 if a position has a fraction or is
-    greater than its column, because the rotary table covers the columns only.
+    Queries are grouped by key head: for one token, two batched products are faster than the fused kernel, which pads
+    the query. Slots that are much longer than the other slots get separate attention, to avoid padding all slots to
+    their length (`slots_alone`). ``positions`` ``[slots]`` are the columns of the tokens in the first step. The rotary
+    positions are ``positions`` plus ``rotary_shift`` ``[slots]``, if given. ``rotary`` ``[slots]`` has the rotary
+    positions of the current step. They are int64, or float64 if a position has a fraction or exceeds its column,
+    because the rotary table covers only the columns.
     """
 
     def __init__(
@@ -168,21 +169,21 @@ class DecodeAttention:
         self._all_values = views.values[:, : self._used]
         self._alone = [(int(slot), int(positions[slot]) + 1) for slot in slots_alone(positions + 1)]
         apart = [slot for slot, _ in self._alone]
-        self._width = int(np.delete(positions, apart).max()) + 1  # columns of the slots that are computed together
+        self._width = int(np.delete(positions, apart).max()) + 1  # columns of the slots without separate attention
         self._kv_heads = views.kv_heads
-        self._left = steps - 1  # steps after this step
+        self._left = steps - 1  # number of steps after this step
         columns = torch.from_numpy(positions)[:, None]
-        # The rotary positions, then the places of keys and values.
+        # rotary positions, then indices of keys and values in ``vectors``
         moving = torch.cat((columns.view(-1), (views.first_vectors[:count] + columns).view(-1)))
-        self._moving = moving  # all indices that a step increases by one
+        self._moving = moving  # all indices that grow by one per step
         self.rotary, self._vectors = moving[:count], moving[count:]
-        self._apart: Tensor | None = None  # float64 rotary positions, which `_moving` does not hold
+        self._apart: Tensor | None = None  # rotary positions, if they are float64
         if rotary_shift is not None and np.count_nonzero(rotary_shift):
             self._shift_rotary(rotary_shift)
         self._bias: Tensor | None = None
         if int(positions.min()) + 1 < self._width:
-            # This is the last step's bias; an earlier step uses a part of it, because the number of masked columns of
-            # a slot does not change.
+            # The bias is for the last step. Earlier steps use a part of it: a slot's number of masked columns is
+            # constant.
             hidden = torch.arange(self._width + self._left) > columns + self._left
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._bias = bias.repeat_interleave(views.kv_heads, 0)[:, None]
@@ -195,7 +196,7 @@ class DecodeAttention:
             self.rotary = self._apart = self.rotary + torch.from_numpy(rotary_shift)
 
     def _narrow(self) -> None:
-        """Makes the views of this step's keys, values and bias."""
+        """Makes views of the keys, values and bias of this step."""
         self._keys = self._all_keys.narrow(3, 0, self._width).unbind(0)
         self._values = self._all_values.narrow(2, 0, self._width).unbind(0)
         self._step_bias = None if self._bias is None else self._bias.narrow(2, self._left, self._width)
@@ -207,7 +208,7 @@ class DecodeAttention:
 
     @property
     def columns(self) -> int:
-        """Returns the number of cache columns that the current step reads in a layer; see `columns_read`."""
+        """Returns how many cache columns the current step reads in each layer; see `columns_read`."""
         return self._used // self._kv_heads * self._width + sum(length for _, length in self._alone)
 
     def advance(self) -> None:
@@ -221,7 +222,7 @@ class DecodeAttention:
         self._narrow()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Computes attention as `decoder_model.Attend` says; writes the new keys and values to the cache."""
+        """Writes the new keys and values to the cache, and computes attention (`decoder_model.Attend`)."""
         self._layer_vectors[layer].index_copy_(0, self._vectors, kv.reshape(-1, self._dim))
         queries = q.reshape(self._used, -1, self._dim)
         scores = torch.bmm(queries, self._keys[layer])
@@ -233,16 +234,16 @@ class DecodeAttention:
         return attended.view(q.shape[0], -1)
 
 
-BLOCK = 32  # tokens; a shorter common prefix is prefilled again, because finding and copying it takes as long
+BLOCK = 32  # minimum tokens of a common prefix: for fewer tokens, finding and copying takes as long as the prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPrefix:
     """Holds the keys, values and states of one sequence under the weights in force.
 
-    ``token_ids`` is int64 ``[tokens]``, and ``media`` places the sequence's images, videos and sounds. ``kv`` is
+    ``token_ids`` is int64 ``[tokens]``. ``media`` has the sequence's media items with their positions. ``kv`` is
     ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are the states after the last token, for a model with a
-    gated delta net. ``experts`` ``[tokens, layers, per_token]`` is given if the experts of all tokens are known.
+    gated delta net. ``experts`` ``[tokens, layers, per_token]`` is set if the experts of all tokens are known.
     """
 
     token_ids: np.ndarray
@@ -257,7 +258,7 @@ class KeptPrefix:
         return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def common(self, token_ids: np.ndarray, media: Sequence[Media]) -> int:
-        """Returns the number of first tokens that it has in common with another sequence."""
+        """Returns the length of the common prefix with another sequence, in tokens."""
         most = min(len(token_ids), len(self.token_ids))
         differ = np.flatnonzero(self.token_ids[:most] != token_ids[:most])
         if len(differ):
@@ -268,23 +269,23 @@ class KeptPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPrefix:
-    """Holds a kept prefix that shares its first ``tokens`` tokens with a prompt."""
+    """Describes a kept prefix that has its first ``tokens`` tokens in common with a prompt."""
 
     kept: KeptPrefix
     tokens: int
 
     @property
     def whole(self) -> bool:
-        """Returns whether the prompt continues the whole kept prefix, as an episode's next turn does."""
+        """Returns whether the prompt continues the complete kept prefix, like the next turn of an episode."""
         return self.tokens == len(self.kept.token_ids)
 
 
 class PrefixStore:
-    """Keeps up to ``tokens`` tokens of prefixes; those that were used least recently are dropped.
+    """Keeps up to ``tokens`` tokens of prefixes. Drops the least recently used prefixes.
 
-    All of them come from the weights in force: `forget` drops them before other weights take over. A state counts as
-    ``state_tokens`` tokens, which is 0 for a model without states. A model with states is served only from a prefix's
-    end, because no state is kept of the tokens before it.
+    All kept prefixes come from the weights in force: call `forget` before other weights are in force. A state counts as
+    ``state_tokens`` tokens (0 for a model without states). With states, only complete prefixes can be used, because
+    states exist only at the end of a prefix.
     """
 
     def __init__(self, tokens: int, *, state_tokens: int = 0) -> None:
@@ -292,18 +293,18 @@ class PrefixStore:
         self._most = tokens
         self._state_tokens = state_tokens
         self._used = 0
-        self._blocks: dict[KeptPrefix, list[int]] = {}  # blocks of each prefix, the least recently used first
+        self._blocks: dict[KeptPrefix, list[int]] = {}  # blocks of each prefix, least recently used prefix first
         self._by_block: dict[int, dict[KeptPrefix, None]] = {}
 
     @property
     def is_on(self) -> bool:
-        """Returns whether anything can be kept."""
+        """Returns whether the store can keep prefixes."""
         return self._most > 0
 
     def find(self, token_ids: Sequence[int], media: Sequence[Media], *, experts: bool = False) -> FoundPrefix | None:
-        """Returns the kept prefix with the most tokens of a prompt; the prompt's last token is always computed.
+        """Returns the kept prefix that shares the most tokens with a prompt. A prompt's last token is always computed.
 
-        With ``experts`` the prefix has the experts of its tokens.
+        With ``experts``, only prefixes with experts are considered.
         """
         if not self._blocks:
             return None
@@ -323,14 +324,14 @@ class PrefixStore:
         return None
 
     def covers(self, token_ids: Sequence[int], media: Sequence[Media]) -> bool:
-        """Returns whether a sequence need not be kept: all of it is kept already, or it is too short or too long."""
+        """Returns whether to skip a sequence in `keep`: it is too short, too long, or already kept completely."""
         if not BLOCK <= len(token_ids) <= self._most - self._state_tokens:
             return True
         found = self.find([*token_ids, 0], media)
         return found is not None and found.tokens == len(token_ids) and (found.whole or not self._state_tokens)
 
     def keep(self, new: KeptPrefix) -> None:
-        """Keeps a prefix for which `covers` is False, and drops the kept prefixes that it continues."""
+        """Keeps a prefix, and drops kept prefixes that this prefix continues. `covers` must be False for the prefix."""
         blocks = prefix_blocks(new.token_ids.tolist(), new.media, block=BLOCK)
         for old in [kept for block in blocks for kept in self._by_block.get(block, ()) if self._ends_at(kept, block)]:
             if old.common(new.token_ids, new.media) == len(old.token_ids):
@@ -368,5 +369,5 @@ class PrefixStore:
 
 
 def _placed(media: Sequence[Media], tokens: int) -> set[tuple[int, str]]:
-    """Returns the start and the digest of each item that begins in the first ``tokens`` tokens."""
+    """Returns start and digest of each item that begins in the first ``tokens`` tokens."""
     return {(medium.start, medium.item.digest) for medium in media if medium.start < tokens}

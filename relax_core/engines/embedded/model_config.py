@@ -14,7 +14,7 @@ FEATURE_MIB = 256  # maximum size of the tower features that the engine caches
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Architecture):
-    """Holds a model's architecture; ``eos_token_ids`` end a response unless the request has ignore_eos."""
+    """Holds a model's architecture. ``eos_token_ids`` end a response, except in requests with ignore_eos."""
 
     eos_token_ids: tuple[int, ...]
 
@@ -22,7 +22,7 @@ class ModelConfig(Architecture):
 def read_model_config(folder: Path, *, family: str | None = None) -> ModelConfig:
     """Reads a folder's config.json.
 
-    ``family`` is the name or file of a further family that the model may belong to. Raises ValueError if there is no
-    config.json, if its family is unknown, or if it has an option that is not supported.
+    ``family`` is the name or file of an additional model family. Raises ValueError if config.json is missing, names an
+    unknown family, or has an unsupported option.
     """
     return ModelConfig(**vars(folder_architecture(folder, also=family)), eos_token_ids=end_token_ids(folder))

@@ -1,4 +1,4 @@
-"""Computes keys, values and outputs of many token sequences, piece by piece; prefill and scoring share it."""
+"""Computes keys, values and outputs of many token sequences, piece by piece, for prefill and scoring."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from relax_core.engines.embedded.decoder_model import Attend, LanguageModel, MediaRows
 from relax_core.engines.embedded.recurrent_states import PrefillStates
 
-PREFILL_TOKENS = 512  # tokens of one pass, with padding; products of this size stay in the processor's cache
+PREFILL_TOKENS = 512  # maximum tokens of a piece, with padding; products of this size fit the processor's cache
 PASS_COLUMNS = (
-    8192  # columns of keys and values of the sequences of one pass, which are copied to their slots afterwards
+    8192  # maximum columns of keys and values of the sequences in one pass; they are copied to slots afterwards
 )
 
 
 def like_lengths(lengths: Sequence[int], *, known: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yields the indices of sequences for each pass, grouped by similar length to reduce padding.
+    """Yields the indices of the sequences for each pass. A pass has sequences of similar length, to reduce padding.
 
-    The first ``known[i]`` tokens of sequence i are computed already.
+    The first ``known[i]`` tokens of sequence i are already computed.
     """
     behind = known or [0] * len(lengths)
     new = [length - skipped for length, skipped in zip(lengths, behind, strict=True)]
@@ -48,12 +48,12 @@ def empty_kv(model: LanguageModel, *, count: int, width: int, dtype: torch.dtype
 
 
 def empty_states(model: LanguageModel, *, count: int, dtype: torch.dtype) -> PrefillStates | None:
-    """Returns the states before any token of ``count`` sequences, None for a model without a gated delta net."""
+    """Returns the initial states of ``count`` sequences; None for a model without a gated delta net."""
     return None if model.config.delta_net is None else PrefillStates(model.config, dtype, slots=count)
 
 
 class RequestedRows(NamedTuple):
-    """Holds the sequences and positions of the tokens with a requested output, int64 ``[wanted]`` each."""
+    """Holds the tokens with a requested output: their sequence indices and their positions, both int64 ``[wanted]``."""
 
     sequences: Tensor
     positions: Tensor
@@ -62,9 +62,10 @@ class RequestedRows(NamedTuple):
 class SequenceMedia(NamedTuple):
     """Holds the media inputs of one sequence.
 
-    ``rows`` int64 ``[rows]``, ascending, are its positions whose embeddings are ``features`` ``[rows, hidden]``;
-    ``deepstack[k]`` has their rows for layer k. ``positions`` ``[3, tokens]`` are the rotary positions of all of its
-    tokens, and ``following`` is the rotary position of the next token minus the number of tokens.
+    ``rows`` int64 ``[rows]``, ascending, are the positions in the sequence that get ``features`` ``[rows, hidden]`` as
+    embeddings. ``deepstack[k]`` has the values that are added at these positions after layer k. ``positions`` ``[3,
+    tokens]`` are the rotary positions of all tokens of the sequence. ``following`` is the rotary position of the next
+    token minus the number of tokens.
     """
 
     rows: Tensor
@@ -85,14 +86,15 @@ def prefill_passes(
     media: Sequence[SequenceMedia | None] = (),
     known: Sequence[int] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
+    """Fills ``kv`` piece by piece. For each piece, yields the wanted tokens in the piece and their outputs.
 
-    The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
-    Shorter sequences are padded on the right. ``states`` are the states before the first tokens, for a model with a
-    gated delta net; they become the states after each sequence's last token. ``routes`` ``[sequences, width, layers,
-    per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for each
-    sequence. ``known``, if given, is the number of first tokens of each sequence whose results ``kv`` and ``states``
-    already hold; ``kv`` and ``routes`` then have one column more than the longest sequence, for the results of padding.
+    Yields (indices into ``wanted``, the last layer's output before the final norm ``[indices, hidden]``). Shorter
+    sequences are padded on the right. ``states``, for a model with a gated delta net, are the states before the first
+    tokens; they are updated to the states after the last token of each sequence. ``routes`` ``[sequences, width,
+    layers, per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for
+    each sequence. ``known``, if given, is the number of leading tokens of each sequence with results that are already
+    in ``kv`` and ``states``. In this case, ``kv`` and ``routes`` need one column more than the longest sequence, for
+    the results of padding.
     """
     seen = [(index, sequence_media) for index, sequence_media in enumerate(media) if sequence_media is not None]
     count, width = len(token_ids), max(len(ids) for ids in token_ids)
@@ -127,9 +129,9 @@ def prefill_passes(
 
 
 def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width: int) -> MediaRows:
-    """Returns the media inputs of a piece of ``width`` positions; ``seen`` holds (sequence, its media inputs).
+    """Returns the media inputs of a piece of ``width`` positions. ``seen`` lists (sequence, its media inputs).
 
-    The piece of sequence i begins at position ``starts[i]``.
+    The piece begins at position ``starts[i]`` of sequence i.
     """
     parts = []
     for number, sequence_media in seen:
@@ -157,9 +159,9 @@ def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width
 
 
 def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
-    """Returns the attention of positions [start, stop) over all positions up to their own; it fills ``kv`` there.
+    """Returns the causal attention of positions [start, stop). The attention writes keys and values to ``kv``.
 
-    Padding follows a sequence's tokens, so that no token attends to it.
+    Tokens do not attend to padding, because padding comes after a sequence's tokens.
     """
     count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
     mask = None
@@ -185,9 +187,10 @@ def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
 
 
 def _cached_attention(kv: Tensor, columns: Tensor) -> Attend:
-    """Returns the attention of the positions ``columns`` ``[count, piece]`` of each sequence over all up to their own.
+    """Returns the causal attention of the positions ``columns`` ``[count, piece]`` of each sequence.
 
-    It fills ``kv`` there. Padding has the last column of ``kv``, to which no token of a sequence attends.
+    The attention writes keys and values to ``kv``. Padding uses the last column of ``kv``. Tokens do not attend to this
+    column.
     """
     count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
     piece, span = columns.shape[1], int(columns.max()) + 1

@@ -1,7 +1,7 @@
-"""Holds the states of gated delta nets, for the running samples and for the sequences of a prefill.
+"""The states of gated delta nets, for running samples and for the sequences of a prefill.
 
-A state summarizes all tokens of one sample in one layer: the convolution's last inputs, and a matrix for each head. Its
-size does not depend on the number of tokens.
+A state summarizes all tokens of one sample in one layer. It consists of the last inputs of the convolution and a matrix
+for each head. Its size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from relax_core.families.delta_rule import Segments, gated_delta_rule, unit_leng
 
 
 class StateTable:
-    """Holds the states of some samples, one slot each, which are zeros at first.
+    """Stores the states of samples, one slot per sample. The initial states are zeros.
 
-    ``history`` is ``[layers, slots, kernel - 1, channels]`` in the model's dtype, the newest input last; ``matrices``
-    is float32 ``[layers, slots, value_heads, key_dim, value_dim]``. ``layers`` counts the layers with a gated delta
-    net.
+    ``history`` is ``[layers, slots, kernel - 1, channels]`` in the model's dtype, newest input last. ``matrices`` is
+    float32 ``[layers, slots, value_heads, key_dim, value_dim]``. ``layers`` counts only layers with a gated delta net.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, slots: int = 0) -> None:
@@ -46,7 +45,7 @@ class StateTable:
     def reserve(self, slots: int) -> None:
         """Makes room for ``slots`` slots and keeps the contents."""
         if (missing := slots - self.slots) > 0:
-            missing = max(missing, self.slots)  # at least twice as many, so that a growing batch rarely copies
+            missing = max(missing, self.slots)  # at least doubles, so that a growing batch rarely copies
             self.history = F.pad(self.history, (0, 0, 0, 0, 0, missing))
             self.matrices = F.pad(self.matrices, (0, 0, 0, 0, 0, 0, 0, missing))
 
@@ -66,7 +65,7 @@ class StateTable:
         self.history, self.matrices = self.history[:, :0].clone(), self.matrices[:, :0].clone()
 
     def step(self, count: int) -> Recur:
-        """Returns the computation of one more token of each of the first ``count`` slots; it updates the slots."""
+        """Returns the recurrence for one more token of each of the first ``count`` slots. A call updates the states."""
         net = self.net
 
         def recur(layer: int, mixed: Tensor, convolution: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
@@ -90,16 +89,16 @@ class StateTable:
 
 
 class PrefillStates(StateTable):
-    """Holds the states of sequences that are computed in pieces; each sequence has a slot.
+    """Stores the states of sequences that are computed in pieces, one slot per sequence.
 
-    Padding never changes a state: a sequence's state is the state after its own last token.
+    Padding does not change a state: the state of a sequence is the state after its last token.
     """
 
     def piece(self, lengths: Sequence[int], width: int) -> Recur:
-        """Returns the computation of a piece of ``width`` tokens of every sequence, sequence by sequence.
+        """Returns the recurrence for a piece of ``width`` tokens of every sequence, sequence by sequence.
 
-        ``lengths`` are the numbers of tokens that each sequence has from the start of the piece on: 0 or less means
-        none, and tokens beyond ``width`` follow in later pieces.
+        ``lengths`` has the number of remaining tokens of each sequence at the start of the piece. A sequence with 0 or
+        less is finished; tokens beyond ``width`` belong to later pieces.
         """
         net, kept = self.net, self.net.kernel - 1
         own = torch.tensor(lengths).clamp(0, width)
@@ -126,7 +125,7 @@ class PrefillStates(StateTable):
 
 
 def _heads(mixed: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values, each ``[tokens, heads, dim]``, of convolved inputs ``[tokens, channels]``."""
+    """Splits convolved inputs ``[tokens, channels]`` into queries, keys and values, each ``[tokens, heads, dim]``."""
     query, key, value = mixed.split_with_sizes((net.keys, net.keys, net.values), 1)
     shape = (net.key_heads, net.key_dim)
     return query.unflatten(1, shape), key.unflatten(1, shape), value.unflatten(1, (net.value_heads, net.value_dim))

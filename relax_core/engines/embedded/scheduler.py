@@ -1,6 +1,6 @@
-"""Schedules samples on the engine's one decode thread: running samples, waiting samples, actions between decode steps.
+"""Schedules samples on the engine's decode thread: running samples, waiting samples, actions between decode steps.
 
-The state of a /generate call is here: its prompts, samples, progress reports, and the queue for slots.
+The module also has the state of a /generate call: prompts, samples, progress reports, and the queue for slots.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from relax_core.engines.embedded.tower_features import MediaFeatures
 from relax_core.engines.protocol.generate_messages import VersionSpan
 from relax_core.engines.protocol.stop_strings import StopStrings
 
-EXACT_SIZES = 16  # decode steps with more samples are counted together with steps of nearly as many samples
+EXACT_SIZES = 16  # decode steps with more samples are counted by rounded number of samples
 COARSE = 8
-GAP_S = 2e-4  # after a longer gap, such as a prefill, the wait for a core is read again before a decode step
+GAP_S = 2e-4  # after a longer gap between decode steps, the time of waits for a core is read again
 DecodeTimes = tuple[tuple[int, int, float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Holds the engine's load at one time.
+    """Holds the engine's current load.
 
-    ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
-    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` counts the
-    tokens that prefills have computed since the start, ``cached_tokens`` those that they took from the prefix cache;
-    ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that this cache takes. ``token_usage`` is the share of
-    engine.max_total_tokens that running samples may need. ``tower_passes`` counts the media items that have passed the
-    towers since the start. ``decode_times`` has an entry for each number of samples, coarse from `EXACT_SIZES` on: the
-    number of decode steps since the start, their seconds, and the seconds in which the decode thread waited for a core.
-    ``decode_columns`` has for the same numbers of samples the columns of the KV cache that these steps have read in a
-    layer (`DecodeAttention.columns`).
+    ``running``, ``queued`` and ``held`` are the numbers of samples that decode, wait for slots, and wait for a weight
+    version. All other counts and times are totals since the engine's start. ``busy_s`` is the time in prefill and
+    decoding, in seconds. ``prefill_tokens`` counts the tokens that prefills computed, and ``cached_tokens`` the tokens
+    from the prefix cache. ``prefix_cache_bytes`` is the prefix cache's part of ``kv_cache_bytes``. ``token_usage`` is
+    the share of engine.max_total_tokens that running samples need at their maximum length. ``tower_passes`` counts the
+    media items that have passed the towers. ``decode_times`` has an entry for each number of samples, rounded above
+    `EXACT_SIZES`: the number of decode steps, their seconds, and the seconds in which the decode thread waited for a
+    core. ``decode_columns`` has, for the same numbers of samples, the columns of the KV cache that the steps have read
+    in each layer (`DecodeAttention.columns`).
     """
 
     running: int
@@ -67,9 +67,9 @@ class Load:
 
 
 class DecodeMeter:
-    """Counts decode steps, their wall time, their waits for a core and their columns by the number of samples.
+    """Measures decode steps by number of samples: their count, wall time, wait for a core, and columns.
 
-    A larger step takes longer. Only one thread may use it.
+    Only one thread may use the meter.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class DecodeMeter:
             self._began_s, self._waited_s = clock_and_core_wait_s()
 
     def end(self, samples: int, *, columns: int) -> None:
-        """Ends a decode step of ``samples`` samples, which has read ``columns`` columns."""
+        """Ends a decode step that had ``samples`` samples and read ``columns`` columns."""
         before_s = self._waited_s
         self._ended_s, self._waited_s = clock_and_core_wait_s()
         took_s = self._ended_s - self._began_s
@@ -109,13 +109,13 @@ class DecodeMeter:
 
 
 T = TypeVar("T")
-NOTHING_ATTESTED = -1  # the weight version before the first attested weights; no request is served under it
+NOTHING_ATTESTED = -1  # the weight version before the first verified weights; no request is served under this version
 
 
 class Scheduler(threading.Thread):
-    """Implements the decode thread, which owns the decoder and runs all code that uses it.
+    """Implements the decode thread. The thread owns the decoder and runs all code that uses the decoder.
 
-    `post` runs an action of another thread here, between two decode steps.
+    Other threads pass actions to `post`, which run in the decode thread between two decode steps.
     """
 
     def __init__(self, decoder: Decoder, *, version: int) -> None:
@@ -126,8 +126,8 @@ class Scheduler(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting = WaitingQueue()
         self._running: list[Sample] = []  # by slot
-        self._streaming = False  # whether a running sample is reported before it is finished
-        self._stopping = False  # whether a running sample has stop strings
+        self._streaming = False  # True if a running sample streams its tokens
+        self._stopping = False  # True if a running sample has stop strings
         self._news: dict[Call, list[Progress]] = defaultdict(list)
         self._pause: PauseMode | None = None
         self._released = False
@@ -141,11 +141,11 @@ class Scheduler(threading.Thread):
     # -- calls from other threads -----------------------------------------------------------------------------------
     @property
     def is_stopped(self) -> bool:
-        """Returns whether decoding is stopped, because the engine is paused or its memory is released."""
+        """Returns whether decoding is stopped: the engine is paused or its memory is released."""
         return self._pause is not None or self._released
 
     def post(self, action: Callable[[], T]) -> Future[T]:
-        """Runs ``action`` in this thread between two decode steps."""
+        """Runs ``action`` in the decode thread between two decode steps; returns a future of the result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -160,7 +160,7 @@ class Scheduler(threading.Thread):
         return future
 
     def score(self, items: Sequence[ScoreItem]) -> Future[tuple[int, list[Scores]]]:
-        """Scores given tokens; the result holds the version of the weights in force, and the scores."""
+        """Scores given tokens. The future's result is (version of the weights in force, scores)."""
         return self.post(lambda: (self.version, self._decoder.score(items)))
 
     def submit(self, groups: Sequence[Waiting]) -> None:
@@ -173,7 +173,7 @@ class Scheduler(threading.Thread):
 
     # -- actions, for `post` ----------------------------------------------------------------------------------------
     def abort(self, chosen: Callable[[Sample], bool]) -> int:
-        """Ends the samples that ``chosen`` selects, with their tokens so far; returns their number."""
+        """Ends the samples that ``chosen`` selects, and reports their tokens so far. Returns the number of samples."""
         slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
         self._finish(slots, reason="abort")
         count = len(slots)
@@ -187,8 +187,8 @@ class Scheduler(threading.Thread):
     def pause(self, mode: PauseMode) -> None:
         """Stops decoding until `resume`.
 
-        With in_place, running samples keep their slots and cache. With retract, they go back to the queue, and their
-        cache is computed again afterwards. With abort, all samples end.
+        With in_place, running samples keep their slots and cache. With retract, running samples return to the queue,
+        and their cache is computed again later. With abort, all samples end.
         """
         self._pause = mode
         if mode == "abort":
@@ -201,10 +201,10 @@ class Scheduler(threading.Thread):
         self._pause = None
 
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
-        """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
+        """Runs ``copy`` and puts ``version`` in force. Returns the stall of decoding in milliseconds.
 
-        Running samples continue with their cache. Samples with states are prefilled again, because the states come from
-        the old weights. Features of media items and kept prefixes are dropped.
+        Running samples continue with their cache. Samples with states are prefilled again, because their states come
+        from the old weights. Features of media items and kept prefixes are dropped.
         """
         start = time.perf_counter()
         if copy is not None:
@@ -217,18 +217,18 @@ class Scheduler(threading.Thread):
         return 1e3 * (time.perf_counter() - start)
 
     def forget_weights(self) -> None:
-        """Ends all samples and a pause; nothing runs until `replace_weights` puts a version in force."""
+        """Ends all samples and a pause. No sample runs until `replace_weights` puts a version in force."""
         self.abort(lambda sample: True)
         self.resume()
         self.resume_memory()
         self.replace_weights(None, NOTHING_ATTESTED)
 
     def forget(self) -> None:
-        """Drops kept prefixes and features of media items; they are computed again when a prompt needs them."""
+        """Drops kept prefixes and features of media items. They are computed again when a prompt needs them."""
         self._decoder.forget()
 
     def release_memory(self) -> None:
-        """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed again."""
+        """Frees the KV cache. Running samples wait for `resume_memory`; their cache is then computed again."""
         self._retract()
         self._decoder.free_cache()
         self.forget()
@@ -262,7 +262,7 @@ class Scheduler(threading.Thread):
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Decodes until the process ends; an exception ends the thread and is kept in ``failure``."""
+        """Decodes until the process ends. An exception ends the thread and is stored in ``failure``."""
         try:
             with torch.inference_mode():
                 while True:
@@ -273,7 +273,7 @@ class Scheduler(threading.Thread):
                         self._busy_s += time.perf_counter() - start
                         self._deliver()
         except BaseException as error:
-            self.failure = error  # the server polls it and ends the process
+            self.failure = error  # the server polls ``failure`` and ends the process
             raise
 
     def _work(self) -> None:
@@ -292,10 +292,9 @@ class Scheduler(threading.Thread):
                 self._finish(self._with_stopped(finished))
 
     def _receive(self) -> None:
-        """Runs all actions that have arrived; if there is nothing to decode, waits for the next action.
+        """Runs all actions that have arrived. If there is nothing to decode, waits for the next action.
 
-        No wait is needed to batch requests, because all requests that arrive during the prefill of the first are
-        prefilled together next.
+        No delay is needed to batch requests: all requests that arrive during a prefill are prefilled together next.
         """
         if self._idle():
             self._inbox.get()()
@@ -308,7 +307,7 @@ class Scheduler(threading.Thread):
         return not self._running and not self._waiting.is_ready(self.version)
 
     def _admit(self) -> None:
-        """Prefills waiting prompts whose weight version is in force, in the queue's order, as many as fit."""
+        """Prefills waiting prompts that may run under the version in force, in the queue's order, as many as fit."""
         if self.version == NOTHING_ATTESTED:
             return
         fits = self._decoder.fits
@@ -353,7 +352,7 @@ class Scheduler(threading.Thread):
 
     # -- the end of samples -------------------------------------------------------------------------------------------
     def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
-        """Reports and frees the finished slots; reports the other slots too if their call streams."""
+        """Reports and frees the finished slots. Also reports new tokens of unfinished slots, if their call streams."""
         if len(slots) == 0 and not self._streaming:
             return
         finished = [int(slot) for slot in slots]
@@ -372,7 +371,7 @@ class Scheduler(threading.Thread):
         self._free(finished)
 
     def _with_stopped(self, finished: np.ndarray) -> np.ndarray:
-        """Returns the finished slots, and the slots in which the newest token completes a stop string."""
+        """Returns the finished slots, and the slots with a newest token that completes a stop string."""
         if not self._stopping:
             return finished
         tokens = self._decoder.slots.newest_tokens()
@@ -412,7 +411,7 @@ class Scheduler(threading.Thread):
                 self._news[call].append(Progress(sample, ids, logprobs, length, spans, None, None, kept=kept))
 
     def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
-        """Returns the kept sets of a sample's tokens from ``start`` on, or None if they were not requested."""
+        """Returns the kept sets of a sample's tokens from ``start`` on; None if they were not requested."""
         return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.reports_kept else None
 
     def _report(
@@ -444,7 +443,10 @@ class Scheduler(threading.Thread):
         self._news.clear()
 
     def _retract(self, *, only_states: bool = False) -> None:
-        """Puts all running samples, or only those with states, back at the head of the queue with their tokens."""
+        """Puts all running samples, with their tokens, at the head of the queue.
+
+        With ``only_states``, does nothing for a model without states.
+        """
         if only_states and self._decoder.states is None:
             return
         back: list[Waiting] = []
@@ -458,14 +460,14 @@ class Scheduler(threading.Thread):
         self._waiting.put_back(back)
 
     def _fail(self, error: NonFiniteLogits) -> set[Call]:
-        """Fails the calls of the slots that have no token, and no other calls; returns these calls."""
+        """Fails only the calls of the slots without a token; returns these calls."""
         self._decoder.clear(error.slots)
         calls = {self._running[slot].prompt.call for slot in error.slots}
         self._fail_calls(calls, f"weight version {self.version}: {error}")
         return calls
 
     def _fail_calls(self, calls: set[Call], message: str) -> None:
-        """Ends these calls with ``message``, whether their samples run or wait."""
+        """Ends calls with ``message``, including their running and waiting samples."""
         self._waiting.drop(calls)
         self._free([slot for slot, sample in enumerate(self._running) if sample.prompt.call in calls])
         self._deliver()
@@ -475,12 +477,12 @@ class Scheduler(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reports one sample: its tokens since the last report, or all of them (`Sample.reported`).
+    """Reports one sample: its tokens since the last report, or all its tokens (`Sample.reported`).
 
-    ``finish`` is None while the sample is not finished. ``matched`` is the stop token or string that ended it.
-    ``length`` is the number of tokens so far, ``spans`` their weight versions. ``routes`` holds the experts of a
-    finished sample's response tokens except the last, ``[length - 1, layers, per_token]``, if they were requested; it
-    is None for a sample that never ran. ``kept`` holds the sets that ``ids`` were sampled from, if they were requested.
+    ``finish`` is None for an unfinished sample. ``matched`` is the stop token or stop string that ended the sample.
+    ``length`` is the number of tokens so far; ``spans`` are their weight versions. ``routes``, if requested, has the
+    experts of a finished sample's response tokens except the last, ``[length - 1, layers, per_token]``; it is None for
+    a sample that never ran. ``kept``, if requested, has the sets that ``ids`` were sampled from.
     """
 
     sample: Sample
@@ -500,12 +502,12 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """Holds one checked prompt of a call; ``index`` is its index in the call.
+    """Holds one checked prompt of a call. ``index`` is the prompt's index in the call.
 
-    ``routes`` is given if the prompt's experts are requested. For ``samples`` and ``generated`` see `PromptRequest`.
-    ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's images and videos.
-    ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is the number of its
-    tokens that the newest prefill did not compute. ``queue_s`` is the time before its first prefill.
+    ``routes`` is set if experts are requested. For ``samples`` and ``generated`` see `PromptRequest`. ``stop`` has the
+    strings that end a response, if any. ``media`` has the prompt's media items with their positions. ``prefill_s`` is
+    the total time of prefills with this prompt, in seconds. ``cached_tokens`` is the number of prompt tokens that the
+    newest prefill did not compute. ``queue_s`` is the time before the prompt's first prefill.
     """
 
     call: Call
@@ -525,7 +527,7 @@ class Prompt:
     queue_s: float = 0.0
 
     def response(self, ids: list[int]) -> list[int]:
-        """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""
+        """Returns a sample's complete response; ``ids`` are the tokens that this call has generated."""
         return self.token_ids[len(self.token_ids) - self.generated :] + ids if self.generated else ids
 
 
@@ -533,9 +535,9 @@ class Prompt:
 class Sample:
     """Holds the state of one response.
 
-    ``marks`` holds (first token, version) for each change of the weight version. ``done``, ``done_logprobs``,
-    ``done_routes`` and ``done_kept`` hold the generated tokens and their data while the sample has no slot.
-    ``streamed`` is the number of tokens that were reported.
+    ``marks`` has (first token, version) for each change of the weight version. ``done``, ``done_logprobs``,
+    ``done_routes`` and ``done_kept`` store the generated tokens and their data while the sample has no slot.
+    ``streamed`` is the number of reported tokens.
     """
 
     prompt: Prompt
@@ -550,7 +552,7 @@ class Sample:
 
     @property
     def reported(self) -> int:
-        """Returns the number of tokens that earlier reports had, so that the last report leaves them out."""
+        """Returns the number of tokens that the last report leaves out, because earlier reports contained them."""
         return 0 if self.prompt.call.whole_at_end else self.streamed
 
     def mark(self, start: int, version: int) -> None:
@@ -561,13 +563,13 @@ class Sample:
             self.marks.append((start, version))
 
     def matched(self, ids: list[int]) -> int | str | None:
-        """Returns the stop token or the stop string that the last token of ``ids`` completes, or None."""
+        """Returns the stop token or stop string that the last token of ``ids`` completes, or None."""
         if ids[-1] in self.prompt.settings.stop_token_ids:
             return ids[-1]
         return None if self.prompt.stop is None else self.prompt.stop.matched(self.prompt.response(ids))
 
     def spans(self, length: int) -> list[VersionSpan]:
-        """Returns the weight versions of its first ``length`` tokens."""
+        """Returns the weight versions of the sample's first ``length`` tokens."""
         ends = [start for start, _ in self.marks[1:]] + [length]
         return [
             VersionSpan(start, end, version)
@@ -578,9 +580,9 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone.
+    """Holds samples of one prompt that wait for slots together. A retracted sample waits alone.
 
-    ``goes_on`` is True if it runs before new prompts, because it continues a kept prefix or was retracted.
+    ``goes_on`` is True if the samples continue a kept prefix or were retracted; such entries run before new prompts.
     """
 
     prompt: Prompt
@@ -593,7 +595,7 @@ class Waiting:
         return len(self.prompt.token_ids) + len(self.samples[0].done)
 
     def prefix(self, media: SequenceMedia | None) -> Prefix:
-        """Returns the tokens that are computed once for all of these samples, with their ``media`` inputs."""
+        """Returns the prefix that is prefilled once for all these samples, with its ``media`` inputs."""
         first = self.samples[0]
         return Prefix(
             token_ids=self.prompt.token_ids + first.done,
@@ -613,11 +615,11 @@ class Waiting:
 class Call:
     """Holds one checked /generate call for ``n`` samples of each prompt, and its state.
 
-    ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
-    ``asked_interval`` is the request's stream_interval. `submit` sets the fields that the scheduler reads:
-    ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
-    reported. With ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports,
-    ``fail`` the message of a failure that ends the call; both are called in the scheduler's thread. ``submitted``,
+    ``single`` is True for one prompt outside a list; with n = 1 the reply is then an object and not a list.
+    ``asked_interval`` is the request's stream_interval. `submit` sets the fields that the scheduler reads.
+    ``stream_interval`` is the number of tokens between two reports of a sample; 0 means that only finished samples are
+    reported. With ``whole_at_end``, the last report of a sample has all its tokens. ``sink`` gets the reports. ``fail``
+    gets the message of a failure that ends the call. The scheduler's thread calls ``sink`` and ``fail``. ``submitted``,
     ``first_prefill``, ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 means not yet.
     ``tower_passes`` and ``media_feature_bytes`` are the counts of `MediaFeatures` after the call's last prefill.
     """
@@ -627,8 +629,8 @@ class Call:
     return_logprob: bool = True
     stream: bool = False
     asked_interval: int | None = None
-    prompts: list[Prompt] = field(default_factory=list)  # until it is submitted
-    samples: int = 0  # number over all prompts
+    prompts: list[Prompt] = field(default_factory=list)  # empty after `submit`
+    samples: int = 0  # number of samples of all prompts
     sink: Sink = field(init=False)
     fail: Fail = field(init=False)
     stream_interval: int = 0
@@ -643,18 +645,18 @@ class Call:
     media_feature_bytes: int = 0
 
     def add(self, prompts: list[Prompt]) -> Call:
-        """Adds the prompts of the call, and returns the call."""
+        """Adds the prompts of the call and returns the call."""
         self.prompts, self.samples = prompts, sum(len(prompt.samples) for prompt in prompts)
         return self
 
     def submit(self, sink: Sink, fail: Fail, *, whole_at_end: bool = False) -> list[Waiting]:
-        """Begins the call; returns its prompts as entries of the queue, each with its requested samples."""
+        """Begins the call. Returns the entries for the queue: each prompt with its requested samples."""
         self.sink, self.fail, self.whole_at_end = sink, fail, whole_at_end
-        if self.stream:  # unfinished samples are reported in frames only on request
+        if self.stream:  # frames report unfinished samples only on request
             self.stream_interval = self.asked_interval or (0 if whole_at_end else 1)
         self.submitted = time.perf_counter()
         self.open_samples = self.samples
-        prompts, self.prompts = self.prompts, []  # breaks a cycle, which would need the garbage collector
+        prompts, self.prompts = self.prompts, []  # breaks a reference cycle
         all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], self.n)
         groups: list[Waiting] = []
         for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
@@ -663,7 +665,7 @@ class Call:
         return groups
 
     def prefilled(self, *, start: float, end: float, features: MediaFeatures | None) -> None:
-        """Records a prefill of some of its prompts, with its times of ``time.perf_counter``."""
+        """Records a prefill of some prompts of the call. ``start`` and ``end`` are times of ``time.perf_counter``."""
         self.first_prefill = self.first_prefill or start
         self.first_token = self.first_token or end
         self.prefill_s += end - start
@@ -675,9 +677,10 @@ def prefixes_with_media(
     groups: Sequence[Waiting],
     see: Callable[[Sequence[tuple[int, Sequence[Media]]]], Sequence[SequenceMedia | MediaGone | None]],
 ) -> tuple[list[Waiting], list[Prefix], dict[Call, MediaGone]]:
-    """Returns groups and their prefixes with what ``media_inputs`` returns for (number of tokens, items).
+    """Returns groups and their prefixes with media inputs, which ``see`` returns for (number of tokens, items).
 
-    The groups of a call for which ``media_inputs`` returns MediaGone are left out; the call is returned with its error.
+    If ``see`` returns MediaGone for a group, all groups of the group's call are left out. The third result maps such
+    calls to the error.
     """
     failed: dict[Call, MediaGone] = {}
     seen: list[tuple[Waiting, Prefix]] = []
@@ -693,17 +696,17 @@ def prefixes_with_media(
 
 
 class WaitingQueue:
-    """Holds the prompts that wait for slots or for a weight version, in the order in which they are taken.
+    """Stores the prompts that wait for slots or for a weight version, in the order of their admission.
 
-    A retracted sample comes first. Prompts that continue a kept prefix, such as the next turn of an episode, come next,
-    so that the prefix is not dropped while they wait. All other prompts follow. Each kind is in order of arrival.
+    Retracted samples come first. Next are prompts that continue a kept prefix, such as the next turn of an episode,
+    because the prefix could be dropped while they wait. All other prompts follow. Each kind is in order of arrival.
     """
 
     def __init__(self) -> None:
         self._groups: list[Waiting] = []
 
     def add(self, groups: Sequence[Waiting], *, goes_on: Callable[[Waiting], bool]) -> None:
-        """Appends prompts that have arrived; ``goes_on`` returns whether a prompt continues a kept prefix."""
+        """Adds new prompts. ``goes_on`` returns whether a prompt continues a kept prefix."""
         for group in groups:
             group.goes_on = goes_on(group)
         self._groups = sorted([*self._groups, *groups], key=lambda group: not group.goes_on)
@@ -721,7 +724,7 @@ class WaitingQueue:
     def take(self, version: int, *, fits: Callable[[int, int], bool]) -> list[Waiting]:
         """Removes and returns the first prompts that may run under weights ``version``, as many as fit.
 
-        ``fits(samples, columns)`` returns whether ``samples`` more samples can run; the longest needs ``columns``.
+        ``fits(samples, columns)`` returns whether ``samples`` more samples of at most ``columns`` columns can run.
         """
         taken: list[Waiting] = []
         held: list[Waiting] = []
@@ -750,10 +753,10 @@ class WaitingQueue:
         return removed
 
     def drop(self, calls: Collection[Call]) -> None:
-        """Removes the prompts of these calls."""
+        """Removes the prompts of ``calls``."""
         self._groups = [group for group in self._groups if group.prompt.call not in calls]
 
     def counts(self, version: int) -> tuple[int, int]:
-        """Returns how many samples wait for slots, and how many for a newer weight version than ``version``."""
+        """Returns how many samples wait for slots, and how many wait for a version newer than ``version``."""
         held = sum(len(group.samples) for group in self._groups if group.prompt.min_version > version)
         return sum(len(group.samples) for group in self._groups) - held, held

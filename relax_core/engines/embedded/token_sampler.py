@@ -1,7 +1,7 @@
-"""Samples tokens with random numbers per sample, and returns exact log-probs of the sampling distribution.
+"""Samples tokens with separate random numbers per sample; returns exact log-probs of the sampling distribution.
 
-The uniform number of a token is a hash of (sampling_seed, sample, position), so that a sample does not depend on the
-samples that are batched with it. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
+The uniform random number of a token is a hash of (sampling_seed, sample, position). A sample therefore does not depend
+on the other samples in its batch. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
-_UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
-WIDE_FROM = 1 << 20  # number of logits from which parts that fit the processor's cache are faster, without a sort
-_WIDE_ELEMENTS = 1 << 18  # logits of such a part
-_BLOCK = 128  # tokens of a block; the probabilities of each block are summed first
+_UNIT = 2.0**-48  # with 48 bits, u times a rounded total stays below the total
+WIDE_FROM = 1 << 20  # from this number of logits on, parts that fit the processor's cache are faster (without a sort)
+_WIDE_ELEMENTS = 1 << 18  # maximum logits of such a part
+_BLOCK = 128  # tokens per block; `_sample_wide` first sums each block
 _BELOW_ONE = 1.0 - 2.0**-50  # two sums of the same block may differ in their last bits
-_CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
+_CHUNK_ELEMENTS = 1 << 23  # maximum logits that are sampled together; their float64 temporary takes 64 MiB
 
 
 class NonFiniteLogits(RuntimeError):
-    """Reports that the weights in force yield NaN for the samples in ``slots``, which cannot be sampled or scored."""
+    """Reports that the weights in force yield NaN: the samples in ``slots`` cannot be sampled or scored."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
         super().__init__("the weights in force yield logits that are not finite")
@@ -40,8 +40,8 @@ class NonFiniteLogits(RuntimeError):
 class SamplingSettings:
     """Holds the sampling settings of one sample.
 
-    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``reports_kept`` is True if the
-    request wants the kept sets of its tokens.
+    ``temperature`` 0 is greedy. ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``reports_kept`` is True if the kept
+    sets of tokens are requested.
     """
 
     max_new_tokens: int
@@ -55,26 +55,26 @@ class SamplingSettings:
 
     @property
     def plain(self) -> bool:
-        """Returns whether tokens are sampled from the model's own distribution."""
+        """Returns whether tokens are sampled from the model's unchanged distribution."""
         return self.temperature == 1.0 and not self.banned_token_ids and not self.truncates
 
     @property
     def truncates(self) -> bool:
-        """Returns whether top-k, top-p or min-p leaves tokens out."""
+        """Returns whether top-k, top-p or min-p excludes tokens."""
         return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """Holds the settings of a batch, one entry for each sample; a field is None if no sample uses it."""
+    """Holds the settings of a batch, with one entry per sample. A field is None if no sample uses the setting."""
 
     inverse_temperature: Tensor | None = None  # [batch, 1] float32
     greedy: Tensor | None = None  # [batch] bool
     top_k: Tensor | None = None  # [batch, 1] int64, 1..vocab
     top_p: Tensor | None = None  # [batch, 1] float64, 2 is off
     min_p: Tensor | None = None  # [batch, 1] float64, 0 is off
-    banned: tuple[Tensor, Tensor] | None = None  # indices of samples and token ids
-    kept: Tensor | None = None  # int64, ascending indices of the samples with requested kept sets
+    banned: tuple[Tensor, Tensor] | None = None  # (indices of samples, banned token ids)
+    kept: Tensor | None = None  # int64: ascending indices of the samples with requested kept sets
 
     def part(self, first: int, last: int) -> SamplingPlan:
         """Returns the plan of samples [first, last) of the batch."""
@@ -106,7 +106,7 @@ PLAIN = SamplingPlan()
 def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> SamplingPlan:
     """Returns the plan of a batch.
 
-    Greedy samples take the argmax and report its log-prob at temperature 1 without truncation, as SGLang does.
+    For greedy samples, the token is the argmax, with its log-prob at temperature 1 without truncation, as in SGLang.
     """
     if all(setting.plain for setting in settings):
         return PLAIN
@@ -146,7 +146,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
-    """Returns one key for each of ``n`` samples of prompts with these seeds, uint64 ``[prompts, n]``."""
+    """Returns a key for each of the ``n`` samples of each prompt, uint64 ``[prompts, n]``."""
     seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in sampling_seeds], dtype=np.uint64)
     samples = np.arange(n, dtype=np.uint64)
     return _mix(_mix(seeds + _GOLDEN)[:, None] ^ _mix(samples * _GOLDEN + _MIX_1))
@@ -155,14 +155,14 @@ def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
 def keys_after(keys: np.ndarray, tokens: int) -> np.ndarray:
     """Returns the keys of samples that continue after the first ``tokens`` tokens of their response.
 
-    `uniforms` of these keys at position 0 equal `uniforms` of ``keys`` at position ``tokens``, so that no random number
-    is drawn twice.
+    `uniforms` of the new keys at position 0 equal `uniforms` of ``keys`` at position ``tokens``. No random number is
+    drawn twice.
     """
     return keys + np.array([tokens], dtype=np.uint64) * _GOLDEN
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns uniform float64 numbers in [0, 1) for uint64 ``keys`` and positions in the response, ``[batch]``."""
+    """Returns uniform float64 numbers in [0, 1), ``[batch]``, from uint64 ``keys`` and positions in the response."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(16)).astype(np.float64) * _UNIT
 
@@ -170,11 +170,11 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def sample(
     logits: Tensor, plan: SamplingPlan, random: Tensor, *, kept: list[KeptTokens] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Samples one token for each sample; returns token ids int64 ``[batch]`` and log-probs float32 ``[batch]``.
+    """Samples one token per sample. Returns token ids, int64 ``[batch]``, and log-probs, float32 ``[batch]``.
 
-    ``logits`` is float32 ``[batch, vocab]`` and is overwritten; ``random`` is float64 ``[batch]`` in [0, 1). A log-prob
-    is NaN if the sample's logits were not finite. The kept sets of the samples that ``plan`` names are appended to
-    ``kept``, in parts.
+    ``logits`` is float32 ``[batch, vocab]`` and is overwritten. ``random`` is float64 ``[batch]`` in [0, 1). A log-prob
+    is NaN if the sample's logits are not finite. The kept sets of the samples in ``plan.kept`` are appended to
+    ``kept``, part by part.
     """
     batch, vocab = logits.shape
     wide = batch * vocab >= WIDE_FROM and plan.top_k is None
@@ -204,18 +204,17 @@ def _sample_part(
         return _sample_min_p(logits, plan, plan.min_p, random, kept)
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
-        # The mask is made from log-probs: a sample with logits that are not finite has NaN there, so its set is not
-        # empty.
+        # The mask comes from log-probs: they are NaN for non-finite logits, so the set is not empty.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     ids = _draw(logprobs, plan, random)
     return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
 
 
 def _draw(logprobs: Tensor, plan: SamplingPlan, random: Tensor) -> Tensor:
-    """Returns for each sample the index of a log-prob that its random number chooses, int64 ``[batch, 1]``."""
+    """Returns for each sample the index of the token that its random number selects, int64 ``[batch, 1]``."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = random.unsqueeze(1) * cumulative.narrow(1, logprobs.shape[1] - 1, 1)
-    # The first token whose cumulative probability exceeds the target never has probability 0.
+    # The first token with a cumulative probability above the target never has probability 0.
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[1] - 1)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
@@ -225,17 +224,18 @@ def _draw(logprobs: Tensor, plan: SamplingPlan, random: Tensor) -> Tensor:
 def _sample_min_p(
     logits: Tensor, plan: SamplingPlan, min_p: Tensor, random: Tensor, kept: list[KeptTokens] | None
 ) -> tuple[Tensor, Tensor]:
-    """Samples as `_sample_part` does with min-p alone, which needs no sort of the vocabulary.
+    """Does the work of `_sample_part` for min-p alone, without sorting the vocabulary.
 
-    Softmax and sums run over the kept tokens only, in the order of their ids. With min-p these are few.
+    Softmax and sums cover only the kept tokens, in the order of their ids. min-p keeps few tokens.
     """
-    floor = logits.max(-1, keepdim=True).values.double() + min_p.log()  # p >= min_p * p_max, by logits
+    floor = logits.max(-1, keepdim=True).values.double() + min_p.log()  # logits with p >= min_p * p_max
     least = floor.float()
-    # Rounded up, so that float32 logits compare with it as float64 logits do with the floor. -inf is never kept.
+    # ``least`` is rounded up, so that float32 comparisons with it equal float64 comparisons with ``floor``. -inf is
+    # never kept.
     least = torch.where(least < floor, least.nextafter(torch.tensor(float("inf"))), least)
     mask = logits >= least.clamp_(min=torch.finfo(torch.float32).min)
     counts = mask.sum(-1)
-    broken = counts == 0  # logits that are not finite; their log-prob becomes NaN
+    broken = counts == 0  # samples with non-finite logits: their log-prob becomes NaN
     mask[broken, 0] = True
     counts.clamp_(min=1)
     rows, tokens = mask.nonzero(as_tuple=True)
@@ -254,10 +254,9 @@ def _sample_min_p(
 
 
 def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples from a large vocabulary as `_sample_part` does, in parts that stay in the processor's cache.
+    """Does the work of `_sample_part` for many logits, in parts that fit the processor's cache.
 
-    Probabilities are summed in float64, first over blocks of tokens, and then over the tokens of the block that holds
-    the target.
+    Probabilities are summed in float64, first per block of tokens, then over the tokens of the block with the target.
     """
     if plan.banned is not None:
         logits[plan.banned] = float("-inf")
@@ -281,7 +280,7 @@ def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
         before = cumulative.gather(1, (block - 1).clamp_(min=0)).mul_(block > 0)
         inside = weights[torch.arange(count)[:, None], block].squeeze(1).cumsum_(-1).add_(before)
         target = torch.minimum(target, inside[:, -1:] * _BELOW_ONE)
-        # The first token whose cumulative probability exceeds the target never has probability 0.
+        # The first token with a cumulative probability above the target never has probability 0.
         place = torch.searchsorted(inside, target, right=True).clamp_(max=_BLOCK - 1)
         found = (block * _BLOCK).add_(place).clamp_(max=vocab - 1)
         if plan.greedy is not None:
@@ -292,7 +291,7 @@ def _sample_wide(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
-    """Sets to -inf the logits that top-k leaves out, then top-p over the rest, then min-p."""
+    """Sets logits that top-k excludes to -inf, then applies top-p to the rest, then min-p."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered.masked_fill_(ordered < ordered.gather(-1, top_k - 1), float("-inf"))
     probabilities = F.softmax(ordered, -1, dtype=torch.float64)
@@ -304,20 +303,20 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None
 
 
 class KeptTable:
-    """Holds the kept sets of the running samples' response tokens, one entry per slot, moved with the `SlotTable`."""
+    """Stores the kept sets of the running samples' response tokens. Samples have the same slots as in `SlotTable`."""
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._sets = [(bytearray(), bytearray()) for _ in range(capacity)]  # counts and words of each slot
 
     def put(self, slot: int, kept: KeptTokens | None) -> None:
-        """Starts a sample in this slot; ``kept`` holds the sets of the tokens that it already has, or is None."""
+        """Starts a sample in a slot. ``kept`` has the sets of the sample's existing tokens, or is None."""
         self._sets[slot] = (
             (bytearray(), bytearray()) if kept is None else (bytearray(kept.counts), bytearray(kept.words))
         )
 
     def record(self, slots: Sequence[int], kept: KeptTokens) -> None:
-        """Appends the set of one more token to each of ``slots``."""
+        """Appends the kept set of one more token to each of ``slots``."""
         ends = kept.word_ends().tolist()
         start = 0
         for number, (slot, end) in enumerate(zip(slots, ends, strict=True)):
@@ -327,12 +326,12 @@ class KeptTable:
             start = end
 
     def of_slot(self, slot: int, start: int = 0) -> KeptTokens:
-        """Returns the sets of a sample's tokens from its token ``start`` on."""
+        """Returns the kept sets of a sample's tokens from token ``start`` on."""
         counts, words = self._sets[slot]
         kept = KeptTokens(self._vocab_size, bytes(counts), bytes(words))
         return kept.take(np.arange(start, kept.tokens)) if start else kept
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Moves samples between slots; ``moves`` holds (from, to)."""
+        """Moves samples between slots; ``moves`` lists (from, to)."""
         for source, target in moves:
             self._sets[target], self._sets[source] = self._sets[source], (bytearray(), bytearray())

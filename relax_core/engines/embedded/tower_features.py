@@ -20,16 +20,16 @@ from relax_core.families.towers import Towers
 if TYPE_CHECKING:
     from relax_core.families.tower_passes import TowerInputs
 
-# Limit of the cached features; an image of 1,024 rows takes 21 MB for a 4B model in bfloat16.
+# Maximum size of the cached features. An image of 1,024 rows takes 21 MB for a 4B model in bfloat16.
 FEATURE_BYTES = FEATURE_MIB << 20
-# Maximum patches of the items that pass the tower together. The call overhead of the tower's modules is larger than the
-# products of a small item, up to about this many patches.
+# Maximum patches of items that pass the tower together. Up to about this number of patches, the call overhead of the
+# tower's modules is larger than the cost of its products.
 PASS_PATCHES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFeatures:
-    """Holds the towers' outputs for an item: ``features`` ``[rows, hidden]`` and the same shape per deepstack layer."""
+    """Holds the towers' outputs for an item: ``features`` and each layer of ``deepstack`` are ``[rows, hidden]``."""
 
     features: Tensor
     deepstack: tuple[Tensor, ...]
@@ -41,13 +41,13 @@ class ItemFeatures:
 
 
 class MediaFeatures:
-    """Returns the features of items; an item passes the towers once per weight version while its features are cached.
+    """Computes and caches the features of items. A cached item does not pass the towers again.
 
-    ``vision`` and ``audio`` are the towers' modules. Features are cached by digest; the least recently used are dropped
-    beyond ``limit`` bytes, and all of them by `forget` when other weights are in force. ``passes`` counts the items
-    that have passed. Items that are requested together pass together, up to `PASS_PATCHES` patches. A tower does not
-    attend across items, so that other items in a pass change an item's features at most by the rounding of the
-    products; they do not change those of a sound at all.
+    ``vision`` and ``audio`` are the towers' modules. Features are cached by digest, up to ``limit`` bytes; the least
+    recently used features are dropped first. When other weights are in force, call `forget` to drop all features.
+    ``passes`` counts the items that have passed the towers. Items of one request pass together, up to `PASS_PATCHES`
+    patches. A tower does not attend across items. Other items in a pass can therefore change an item's features only by
+    rounding; the features of a sound do not change at all.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class MediaFeatures:
         self._kept: OrderedDict[str, ItemFeatures] = OrderedDict()
 
     def forget(self) -> None:
-        """Drops all features, because the tower's weights may have changed."""
+        """Drops all features; call this when the towers' weights may have changed."""
         self._kept.clear()
         self.nbytes = 0
 
     def of_sequences(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> list[SequenceMedia | MediaGone | None]:
-        """Returns the media inputs of ``sequences``, each given as (number of tokens, items).
+        """Returns the media inputs of ``sequences``; a sequence is (number of tokens, items).
 
-        A sequence without items gets None, and a sequence with an item that cannot be read gets the error.
+        The result is None for a sequence without items, and the error for a sequence with an unreadable item.
         """
         items = {medium.item.digest: medium.item for _, media in sequences for medium in media}
         found = self.of_items(list(items.values()))
         return [self._of_sequence(length, media, found) if media else None for length, media in sequences]
 
     def of_items(self, items: Sequence[MediaItem]) -> Mapping[str, ItemFeatures | MediaGone]:
-        """Returns the features of different items under the weights in force by digest; an error for a lost item."""
+        """Returns the features of distinct items under the weights in force, by digest; for a lost item, the error."""
         found: dict[str, ItemFeatures | MediaGone] = {}
         tensors: dict[str, Mapping[str, np.ndarray]] = {}
         for item in items:
@@ -108,7 +108,7 @@ class MediaFeatures:
         return found
 
     def warm_up(self) -> None:
-        """Passes the smallest image and the smallest sound, because the first pass takes longer."""
+        """Passes the smallest image and the smallest sound through the towers, because the first pass takes longer."""
         from relax_core.families.tower_passes import smallest_image, smallest_sound
 
         if self._vision is not None:
@@ -145,13 +145,13 @@ class MediaFeatures:
             raise MediaGone(f"media {item.digest} {item.description} cannot be read: {error}") from error
 
     def _features(self, items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndarray]]) -> list[ItemFeatures]:
-        from relax_core.families.tower_passes import inputs_of  # it imports transformers' modules
+        from relax_core.families.tower_passes import inputs_of  # imports transformers
 
         outputs = self._pass(inputs_of(items, tensors))
         order = self._towers.order(items)
         if order is not None:
             outputs = outputs[:, torch.from_numpy(order)]
-        # Each item gets a copy, because a view would keep the whole pass in memory.
+        # Each item gets a copy, because a view would keep the output of the whole pass in memory.
         parts = outputs.split([self._towers.features(item) for item in items], dim=1)
         return [ItemFeatures(part[0].clone(), tuple(layer.clone() for layer in part[1:])) for part in parts]
 
@@ -162,7 +162,7 @@ class MediaFeatures:
 
 
 def _passes(items: Sequence[MediaItem]) -> Iterator[list[MediaItem]]:
-    """Yields the items that pass the tower together; an item with more than `PASS_PATCHES` patches passes alone."""
+    """Yields the items of each pass. An item with more than `PASS_PATCHES` patches passes alone."""
     together: list[MediaItem] = []
     for item in items:
         if together and sum(media_item.patches for media_item in together) + item.patches > PASS_PATCHES:

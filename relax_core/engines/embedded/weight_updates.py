@@ -1,7 +1,7 @@
-"""Loads new weights into the embedded engine: from shared memory, a folder, or gloo broadcasts; never from a pickle.
+"""Loads new weights into the embedded engine from shared memory, a folder, or gloo broadcasts; never from a pickle.
 
 Bytes are read and checked outside the decode thread, which stops only for the copy into the model. If the digest of a
-version differs, the version is not served, and the previous version stays in force.
+version differs, the previous version stays in force.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relax_core.weights.version_file import DigestMismatch, cut_tensors, read_we
 from relax_core.weights.weight_group import WeightGroup
 
 MAX_GROUPS = 16
-# A file's header may hold anything, and torch and safetensors then raise errors of many kinds.
+# A file may have an arbitrary header, and torch and safetensors then raise many kinds of errors.
 UNREADABLE = (ValueError, TypeError, KeyError, RuntimeError, OSError, MemoryError, AssertionError, SafetensorError)
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class WeightUpdates:
     """Loads new weights and puts them in force, one update at a time.
 
-    Each method is the body of one route. A method that raises HttpError 400 or 409 has changed nothing.
+    Each method implements one route. If a method raises HttpError 400 or 409, the weights in force are unchanged.
     """
 
     def __init__(self, weights: FusedWeights, scheduler: Scheduler) -> None:
@@ -47,14 +47,14 @@ class WeightUpdates:
         self._groups: dict[str, WeightGroup] = {}
         self._joining: set[str] = set()
         self._calls = CallQueues()  # one queue for each group
-        self._digest = ""  # digest of the weights in force; empty if their sender gave none
-        self._frozen = ""  # digest of the frozen tensors in force, empty if there are none
+        self._digest = ""  # digest of the weights in force; empty if the sender gave no digest
+        self._frozen = ""  # digest of the frozen tensors in force; empty without frozen tensors
         self._frozen_names: frozenset[str] = frozenset()
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Maps the published file, checks its digests, and serves it.
+        """Maps the published file, checks its digests, and serves the version.
 
-        Frozen tensors are read too unless those in force have the same digest.
+        Also reads the frozen tensors, if their digest differs from the digest of the frozen tensors in force.
         """
         async with self._lock:
             if self._is_in_force(manifest.version, manifest.digest):
@@ -69,7 +69,7 @@ class WeightUpdates:
             return report
 
     async def from_disk(self, model_path: str, version: int, digest: str) -> dict[str, Any]:
-        """Reads a Hugging Face folder, checks its digest if one is given, and serves it."""
+        """Reads a Hugging Face folder, checks its digest, if given, and serves the version."""
         async with self._lock:
             if self._is_in_force(version, digest):
                 return _report(version, digest, stall_ms=0.0)
@@ -80,7 +80,7 @@ class WeightUpdates:
             return await self._apply(checked, version, digest)
 
     async def begin(self) -> dict[str, Any]:
-        """Opens a session for broadcasts; the tensors of a session that is still open are discarded."""
+        """Opens a session for broadcasts. If a session is already open, its tensors are discarded."""
         async with self._lock:
             replaced = self._session is not None
             self._session = {}
@@ -89,9 +89,9 @@ class WeightUpdates:
     async def from_distributed(
         self, group_name: str, *, names: list[str], dtypes: list[str], shapes: list[list[int]]
     ) -> dict[str, Any]:
-        """Takes one broadcast from rank 0 into the open session: the bytes of all named tensors, one after the other.
+        """Receives one broadcast from rank 0 into the open session: the concatenated bytes of all named tensors.
 
-        ``dtypes`` are torch's names of them. Raises HttpError 400 for tensors that the model does not have.
+        ``dtypes`` are torch's names of the dtypes. Raises HttpError 400 for tensors that the model does not have.
         """
         async with self._lock:
             session = self._open_session("/update_weights_from_distributed")
@@ -102,7 +102,7 @@ class WeightUpdates:
             for name, shape, kind in zip(names, shapes, kinds, strict=True):
                 self._refuse_unknown(name, shape, kind)
             if len(set(names)) < len(names):
-                raise HttpError(400, "names: a tensor comes twice; send each once")
+                raise HttpError(400, "names: a name occurs twice; send each tensor once")
             group = self._group(group_name)
             data = torch.empty(sum(map(_nbytes, kinds, shapes)), dtype=torch.uint8)
             await self._collective(group_name, lambda: group.receive([data]), "broadcast")
@@ -110,7 +110,7 @@ class WeightUpdates:
             return {"success": True, "message": f"{len(session)} tensors so far"}
 
     async def end(self, version: int, digest: str) -> dict[str, Any]:
-        """Closes the session, checks that all weights arrived, and their digest if one is given; then serves them."""
+        """Closes the session, checks that all weights arrived, and their digest, if given; then serves the version."""
         async with self._lock:
             session, self._session = self._open_session("/end_weight_update"), None
             if self._is_in_force(version, digest):
@@ -120,7 +120,7 @@ class WeightUpdates:
             return await self._apply(checked, version, digest)
 
     async def rename(self, version: int) -> dict[str, Any]:
-        """Gives the weights in force another version number."""
+        """Changes the version number of the weights in force."""
         async with self._lock:
             if self._scheduler.version == NOTHING_ATTESTED:
                 raise HttpError(400, f"new_version={version}: no weights are loaded yet; send weights first")
@@ -128,7 +128,7 @@ class WeightUpdates:
             return {"success": True, "new_version": str(version)}
 
     async def forget(self) -> dict[str, Any]:
-        """Ends all samples, a pause and an open session; nothing is served until other weights are loaded."""
+        """Ends all samples, a pause and an open session. No request is served until other weights are loaded."""
         async with self._lock:
             self._session = None
             self._digest, self._frozen, self._frozen_names = "", "", frozenset()
@@ -136,7 +136,7 @@ class WeightUpdates:
             return {"success": True, "new_version": str(NOTHING_ATTESTED)}
 
     async def join_group(self, address: WeightGroupAddress, *, rank: int) -> dict[str, Any]:
-        """Joins a group for broadcasts; other updates go on while it waits for the group's other ranks."""
+        """Joins a group for broadcasts. Other updates may run while this waits for the group's other ranks."""
         if address.name in self._groups or address.name in self._joining:
             raise HttpError(400, f"group_name={address.name}: exists already; /destroy_weights_update_group first")
         if len(self._groups) + len(self._joining) >= MAX_GROUPS:
@@ -155,7 +155,7 @@ class WeightUpdates:
         return {"success": True, "message": ""}
 
     async def leave_group(self, name: str) -> dict[str, Any]:
-        """Forgets a group. Raises HttpError 400 if there is none of this name."""
+        """Removes a group. Raises HttpError 400 for an unknown name."""
         async with self._lock:
             self._group(name)
             del self._groups[name]
@@ -170,7 +170,7 @@ class WeightUpdates:
         return self._groups[name]
 
     async def _collective(self, name: str, action: Callable[[], T], action_name: str) -> T:
-        """Runs a call of a group in the group's own thread, because it may wait until the group's deadline.
+        """Runs a call of a group in the group's thread, because the call may wait until the group's deadline.
 
         Raises HttpError 400 if the call fails.
         """
@@ -185,12 +185,12 @@ class WeightUpdates:
         return self._session
 
     def _refuse_unknown(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Raises HttpError 400 for a tensor that the model does not have, so that no session outgrows the model."""
+        """Raises HttpError 400 for a tensor that the model does not have. This limits the memory of a session."""
         if (fault := self._weights.fault(name, shape, dtype)) is not None:
             raise HttpError(400, f"{fault}; send the model's own tensors")
 
     def _is_in_force(self, version: int, digest: str) -> bool:
-        """Returns whether these weights are served already: both the trainer and the engine's owner may push them.
+        """Returns whether these weights are already in force: trainer and engine owner may push the same version.
 
         Raises HttpError 409 for a published version that is older than the version in force.
         """
@@ -202,7 +202,7 @@ class WeightUpdates:
         return f"weights version {self._scheduler.version} stays in force"
 
     async def _checked(self, read: Callable[[], dict[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
-        """Reads and checks weights in a separate thread, outside the event loop and the decode thread."""
+        """Reads and checks weights in a thread other than the event loop's and the decode thread."""
         try:
             return await asyncio.to_thread(lambda: self._weights.checked(read().items(), held=held))
         except (DigestMismatch, FileNotFoundError) as error:
@@ -211,7 +211,7 @@ class WeightUpdates:
             raise HttpError(400, f"{clipped(str(error), length=4000)}; {self._kept()}") from error
 
     async def _attest(self, tensors: dict[str, Tensor], version: int, digest: str) -> None:
-        """Raises HttpError 409 if a digest is given and differs from the tensors' digest."""
+        """Raises HttpError 409 if ``digest`` is given and differs from the tensors' digest."""
         if digest:
             found = await asyncio.to_thread(tensors_digest, tensors.items())
             if found != digest:

@@ -1,4 +1,4 @@
-"""Implements the HTTP client of an engine: calls SGLang's routes, reads compact frames, SGLang's events, and scores."""
+"""The HTTP client of an engine: calls SGLang's routes, and reads compact frames, SGLang's events, and scores."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ if TYPE_CHECKING:
     import aiohttp
 
 
-CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
+CONNECT_S = 5.0  # engines are on this host or nearby: a slower connection will not succeed
 CONTROL_BYTES = 16 << 20  # maximum size of the reply to a control call
-REFUSAL_BYTES = 64 << 10  # bytes that are read from the body of a refusal
+REFUSAL_BYTES = 64 << 10  # maximum bytes that are read from the body of an error reply
 _encoder = msgspec.json.Encoder()
 
 
 class EngineClient:
-    """Calls one engine; it is the embedded engine's `WeightReceiver`.
+    """Calls one engine. For the embedded engine, the class is also the `WeightReceiver`.
 
-    ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
-    longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
-    The server proves on each connection that it knows ``token``, before anything else is sent. An external server
-    (``attached``) does not support the proof, so that none is requested. ``vocab_size`` is the model's; responses are
-    checked against it if it is given. ``group_ranks`` is the number of ranks with which the engine joins a group for
+    ``request_timeout_s`` is the maximum silence in `generate` and `score`, in seconds. ``control_timeout_s`` is the
+    maximum duration of every other call. `generate` belongs to one event loop, all other calls to one thread at a time.
+    On each connection, the server first proves that it knows ``token``. External servers (``attached``) do not support
+    this proof, so no proof is requested. ``vocab_size``, if given, is the model's vocabulary size, and the token ids of
+    responses are checked against it. ``group_ranks`` is the number of ranks with which the engine joins a group for
     broadcasts of weights. Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if
-    the answer does not follow the protocol, and EngineError with the engine's own text if it refuses.
+    the answer violates the protocol, and EngineError with the engine's text if the engine refuses.
     """
 
     group_ranks = 1
@@ -118,10 +118,10 @@ class EngineClient:
     ) -> AsyncIterator[Generated]:
         """Sends one request for all prompts and yields each response as soon as it is finished.
 
-        Each prompt has the responses that its `PromptRequest.samples` selects, or ``params.n`` responses. ``on_end``
-        gets the engine's own times; only the embedded engine reports them. ``on_tokens`` gets the tokens of this call
-        while they are sampled, and may miss the last tokens. If the caller leaves the iteration early, the connection
-        is closed and the engine aborts the samples that still run.
+        A prompt gets the responses that its `PromptRequest.samples` selects; by default, ``params.n`` responses.
+        ``on_end`` gets the times that the engine measured; only the embedded engine reports times. ``on_tokens`` gets
+        the tokens of this call while they are sampled; the last tokens may be missing. If the caller stops the
+        iteration early, the connection is closed, and the engine aborts the samples that still run.
         """
         check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
         told = {} if on_tokens is None else {"reports_tokens": True}
@@ -141,17 +141,17 @@ class EngineClient:
         read: Callable[[aiohttp.ClientResponse], AsyncIterator[Generated]],
         check: ResponseCheck,
     ) -> AsyncIterator[Generated]:
-        """Posts ``body`` to /generate and yields the responses that ``read`` finds in the answer, checked."""
+        """Posts ``body`` to /generate. Checks and yields the responses that ``read`` finds in the reply."""
         import aiohttp
 
         posting = self._http_session().post(
             f"{self.url}/generate",
             data=_encoder.encode(body),
             headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
-            allow_redirects=False,  # the token is for this address
+            allow_redirects=False,  # the token must not reach another address
         )
         try:
-            async with asyncio.timeout(2 * self._request_timeout_s):  # to send the body, and to get the reply's head
+            async with asyncio.timeout(2 * self._request_timeout_s):  # sends the body, waits for the reply's head
                 response = await posting
             async with response:
                 if response.status != 200:
@@ -190,7 +190,7 @@ class EngineClient:
 
     @contextmanager
     def _replying(self, route: str) -> Iterator[None]:
-        """Turns a ValueError from the check of a reply into MalformedReply, which names engine and route."""
+        """Converts a ValueError from the check of a reply to MalformedReply with engine and route."""
         try:
             yield
         except OtherPrompt as error:
@@ -200,7 +200,7 @@ class EngineClient:
             raise MalformedReply(f"engine {self.url} {route}: a reply that cannot be read: {message}") from error
 
     async def _beginning(self, response: aiohttp.ClientResponse) -> bytes:
-        """Returns the first `REFUSAL_BYTES` of a body."""
+        """Returns the first `REFUSAL_BYTES` bytes of a body."""
         data = bytearray()
         async with asyncio.timeout(self._control_timeout_s):
             async for part in response.content.iter_any():
@@ -214,7 +214,7 @@ class EngineClient:
     ) -> AsyncIterator[bytes]:
         """Yields the bytes of a stream for ``reader``.
 
-        Raises EngineUnreachable if a frame or an event is not complete after the longest silence: a server may send
+        Raises EngineUnreachable if a frame or event is incomplete for ``request_timeout_s``, because a server may send
         single bytes forever.
         """
         progress, parts = time.monotonic(), 0
@@ -238,7 +238,7 @@ class EngineClient:
         on_end: Callable[[StreamEnd], None] | None,
         on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
-        """Reads a response stream: the embedded engine's frames, or the events of another engine."""
+        """Reads a response stream: the embedded engine's frames, or server-sent events."""
         if response.content_type == MSGPACK:
             reader = FrameReader()
             prompt_experts: dict[int, np.ndarray] = {}
@@ -278,7 +278,7 @@ class EngineClient:
         check: ResponseCheck,
         on_tokens: OnTokens | None,
     ) -> AsyncIterator[Generated]:
-        """Reads SGLang's server-sent events and yields the responses that they finish."""
+        """Reads SGLang's server-sent events and yields finished responses."""
         if response.content_type != EVENT_STREAM:
             with self._replying("/generate"):
                 raise ValueError(f"Content-Type {response.content_type}")
@@ -300,9 +300,9 @@ class EngineClient:
     def _response(self, frame: Finished, prompts: Sequence[PromptRequest], known: dict[int, np.ndarray]) -> Generated:
         """Returns the response of a frame, with the experts of its prompt.
 
-        The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
-        experts. Raises ValueError if the parts of the frame do not fit each other, or if the reported number of prompt
-        tokens differs from the number that was sent.
+        The engine sends the experts of a prompt with only one of the prompt's responses. ``known`` maps the index of a
+        prompt to its experts. Raises ValueError if the parts of the frame are inconsistent, or if the number of prompt
+        tokens differs from the sent number.
         """
         if frame.prompt_experts is not None:
             known[frame.prompt] = frame.prompt_experts.array()
@@ -311,10 +311,10 @@ class EngineClient:
         return frame.response(prompt_tokens=tokens, prompt_experts=experts)
 
     async def answers(self, *, timeout_s: float) -> None:
-        """Returns once the engine's process has answered, with any status.
+        """Waits until the engine's process has answered, with any status.
 
-        Raises EngineUnreachable if there is no answer within ``timeout_s`` seconds. The call belongs to the event loop
-        of `generate`.
+        Raises EngineUnreachable without an answer within ``timeout_s`` seconds. Call it in the event loop of
+        `generate`.
         """
         import aiohttp
 
@@ -345,31 +345,31 @@ class EngineClient:
                 headers={"Authorization": self._authorization},
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # no engine compresses, and a few bytes could become gigabytes
+                auto_decompress=False,  # engines do not compress; decompression could turn a few bytes into gigabytes
                 read_bufsize=1 << 20,
             )
             self._session_loop = loop
         return self._session
 
     async def aclose(self) -> None:
-        """Closes the connections of `generate`; call it in the event loop of `generate`."""
+        """Closes the connections of `generate`. Call it in the event loop of `generate`."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     # -- control ----------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """Returns True if the engine answers; an embedded engine that answers is ready. Raises EngineUnreachable."""
+        """Returns True, because an embedded engine is ready when it answers. Raises EngineUnreachable."""
         self._call("GET", "/ready")
         return True
 
     def model_info(self) -> dict[str, Any]:
-        """Returns ``weight_version``, the weights in force, and ``model_path``."""
+        """Returns ``weight_version``, the version in force, and ``model_path``."""
         info = self._call("GET", "/model_info", needs=ModelInfo)
         return {**info, "weight_version": str(self._version_of(info["weight_version"]))}
 
     def _version_of(self, version: str | int) -> int:
-        """Returns the number of a weight version, -1 for none."""
+        """Returns the number of a weight version; -1 means no version."""
         number = version_number(version)
         if number is None:
             with self._replying("/model_info"):
@@ -378,21 +378,21 @@ class EngineClient:
         return number
 
     def server_info(self) -> dict[str, Any]:
-        """Returns the settings that the engine was started with; SGLang's also hold its ``version``."""
+        """Returns the settings of the engine's start; for SGLang, also its ``version``."""
         return self._call("GET", "/server_info")
 
     def loads(self) -> dict[str, Any]:
-        """Returns the engine's load: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps``, more."""
+        """Returns the engine's load: ``running``, ``queued`` and ``held`` samples, ``busy_s``, and further metrics."""
         load: dict[str, Any] = self._call("GET", "/v1/loads", needs=Loads)["loads"][0]
         return {"running": load["num_running_reqs"], "queued": load["num_waiting_reqs"], "held": 0} | load
 
     def score(
         self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Returns log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
+        """Returns the log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
 
-        The log-probs are computed from logits / ``temperature`` over each token's kept set, without the banned tokens.
-        The embedded engine supports all of these; SGLang scores at temperature 1 over the whole vocabulary only.
+        The log-probs come from logits / ``temperature``, over each token's kept set without the banned tokens. The
+        embedded engine supports all these options. SGLang scores only at temperature 1 over the whole vocabulary.
         """
         body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer(
@@ -413,7 +413,7 @@ class EngineClient:
         return score_body(items, **options)
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
-        """Stops decoding until `resume`; ``mode`` sets the handling of running samples."""
+        """Stops decoding until `resume`. ``mode`` selects what happens to running samples."""
         return self._call("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> dict[str, Any]:
@@ -421,15 +421,15 @@ class EngineClient:
         return self._call("POST", "/continue_generation", {})
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """Ends the prompt with this rid, or all prompts; the tokens so far are returned with finish reason abort."""
+        """Ends the prompts with this rid, or all prompts. Returns their tokens so far with finish reason abort."""
         return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def flush_cache(self) -> None:
-        """Drops the engine's cache of finished prompts; the engine refuses while samples run."""
+        """Drops the engine's cache of finished prompts. The engine refuses while samples run."""
         self._call("POST", "/flush_cache", {})
 
     def forget_weights(self) -> None:
-        """Resets an engine that another run has used: it ends all samples, and serves nothing until it gets weights."""
+        """Resets an engine that another run has used. The engine ends all samples, and needs weights to serve again."""
         self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION)})
 
     def release_memory(self, *, weights: bool = False) -> dict[str, Any]:
@@ -446,17 +446,17 @@ class EngineClient:
 
     # -- weights ----------------------------------------------------------------------------------------------------
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads a published version from shared memory; returns once it is served.
+        """Loads a published version from shared memory. Returns when the version is served.
 
-        The answer has ``weight_version``, ``digest`` and ``stall_ms``.
+        The reply has ``weight_version``, ``digest`` and ``stall_ms``.
         """
         return self._call("POST", "/update_weights_from_shared_memory", manifest, needs=Updated)
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads a published version from its folder, which is read as a Hugging Face model.
+        """Loads a published version from its folder, as a Hugging Face model.
 
-        The answer has the fields of `update_weights`. SGLang's route carries one digest of one file, so that a version
-        with frozen tensors is read by its manifest, from the same folder.
+        The reply has the fields of `update_weights`. The route of SGLang has a single digest for one file. A version
+        with frozen tensors is therefore read by its manifest, from the same folder.
         """
         if manifest.frozen is not None:
             return self.update_weights(manifest)
@@ -465,33 +465,33 @@ class EngineClient:
         return self._call("POST", "/update_weights_from_disk", body, needs=Updated)
 
     def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
-        """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
+        """Joins the group as ranks 1 to ``group_ranks``. Returns when all ranks have joined."""
         body = group_body(address) | {"timeout_s": address.timeout_s}
         return self._call("POST", "/init_weights_update_group", body)
 
     def leave_weight_group(self, name: str) -> dict[str, Any]:
-        """Leaves the group of this name."""
+        """Leaves the group with this name."""
         return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
 
     def begin_weight_update(self) -> dict[str, Any]:
-        """Opens a session; the tensors of a session that is still open are discarded."""
+        """Opens a session. If a session is already open, its tensors are discarded."""
         return self._call("POST", "/begin_weight_update", {})
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Receives one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
+        """Receives one broadcast from rank 0 of the group: the concatenated bytes of ``tensors``."""
         body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
         return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
         """Ends a failed session.
 
-        The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
-        session discards the received tensors.
+        Sends nothing to the embedded engine: it serves its old weights until a session succeeds, and the next session
+        discards the received tensors.
         """
         return {}
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Ends the session and serves its weights. Raises EngineError if they have another digest."""
+        """Ends the session and serves its weights. Raises EngineError if their digest differs."""
         body = {"weight_version": str(version), "digest": digest}
         return self._call("POST", "/end_weight_update", body, needs=Updated)
 
@@ -503,7 +503,7 @@ class EngineClient:
     def _call(
         self, method: str, route: str, payload: Any = None, *, needs: type[msgspec.Struct] | None = None
     ) -> dict[str, Any]:
-        """Returns the JSON object of the reply, which has the fields of ``needs``."""
+        """Returns the JSON object of the reply. Raises an error if the object lacks fields of ``needs``."""
         status, data = self._answer(method, route, payload, timeout_s=self._control_timeout_s)
         if status != 200:
             raise self._refusal(route, status, data)
@@ -526,7 +526,7 @@ class EngineClient:
                 raise MalformedReply(f"engine {self.url} {route}: {error_text(error)}") from error
 
     def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
-        """Returns the error for a reply with this status; only 4xx and 5xx refuse a request."""
+        """Returns the error for a reply with this status. Only 4xx and 5xx are refusals of a request."""
         message = f"engine {self.url} {route}: {status}: {printable_text(_message(body))}"
         return EngineError(message) if 400 <= status <= 599 else MalformedReply(message)
 
@@ -555,12 +555,12 @@ def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]
 
 
 def error_text(error: BaseException) -> str:
-    """Returns an error's name and text, which may contain text from a server."""
+    """Returns the name and the text of an error. The text may come from a server."""
     return printable_text(f"{type(error).__name__}: {error}")
 
 
 def _message(body: bytes) -> str:
-    """Returns the message of an error reply; if it has none, the start of its body.
+    """Returns the message of an error reply, or the start of the body if there is no message.
 
     Both the embedded engine and SGLang send {"error": {"message"}} or {"message"}.
     """
@@ -582,7 +582,7 @@ RETRY_S = 0.5
 def wait_ready(client: EngineClient, *, timeout_s: float) -> None:
     """Waits until the server is ready.
 
-    Raises EngineError if it is not ready within ``timeout_s`` seconds, or refuses the token.
+    Raises EngineError if the server is not ready within ``timeout_s`` seconds, or refuses the token.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -599,10 +599,11 @@ def wait_ready(client: EngineClient, *, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensToScore:
-    """Holds a sequence; its tokens from position ``first`` on are scored.
+    """Describes a sequence with tokens to score from position ``first`` on.
 
-    ``first`` is 1 or more, because nothing predicts the token at position 0. ``kept`` holds the set that each scored
-    token was sampled from; None stands for the whole vocabulary. ``media`` places the sequence's images and videos.
+    ``first`` is 1 or more, because the token at position 0 is not predicted. ``kept`` has the set that each scored
+    token was sampled from; None means the whole vocabulary. ``media`` has the sequence's media items with their
+    positions.
     """
 
     input_ids: list[int]
@@ -615,10 +616,10 @@ class TokensToScore:
 class TokenScores:
     """Holds the scores of one sequence.
 
-    ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
-    ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
-    ids end in -1 and the log-probs in `OUTSIDE`. ``version`` is the version of the weights that scored, -1 if the
-    engine does not report a number.
+    ``logprobs`` is float32 ``[tokens]``, one log-prob for each scored token. ``top_ids`` int32 and ``top_logprobs``
+    float32, both ``[tokens, top_k]``, are the top-k tokens at each scored position, most likely first. If a kept set
+    has fewer tokens, its ids are padded with -1 and its log-probs with `OUTSIDE`. ``version`` is the weight version in
+    force, or -1 if the engine reports no number.
     """
 
     logprobs: np.ndarray
@@ -628,7 +629,7 @@ class TokenScores:
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """Holds a given token's log-prob, None for the first token; SGLang's id and text after it are not read."""
+    """Holds the log-prob of a given token; None for the first token. SGLang's token id and text are not read."""
 
     logprob: float | None
 
@@ -649,7 +650,7 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
-_ENTRY_BYTES = 512  # maximum for one scored token, or one of its top-k tokens, including SGLang's text of it
+_ENTRY_BYTES = 512  # maximum for one scored or top-k token, including SGLang's text of the token
 _OTHER_BYTES = 1 << 20  # maximum for the rest of a reply
 
 
@@ -663,8 +664,8 @@ def score_body(
 ) -> dict[str, Any]:
     """Returns the JSON body that requests the scores of ``items``.
 
-    SGLang's entry for the token at ``logprob_start_len`` is empty, so that ``logprob_start_len`` is the position before
-    the first scored token. Only the embedded engine accepts kept sets and banned tokens in such a request.
+    ``logprob_start_len`` is the position before the first scored token, because SGLang returns an empty entry there.
+    Only the embedded engine accepts kept sets and banned tokens in such a request.
     """
     truncated: dict[str, Any] = {"banned_token_ids": list(banned_token_ids)} if banned_token_ids else {}
     if any(item.kept is not None for item in items):
@@ -692,8 +693,8 @@ def read_scores(
 ) -> list[TokenScores]:
     """Reads the scores of ``items`` from a reply. Raises ValueError if a score is missing or impossible.
 
-    ``vocab_size`` is the model's, None if it is not known. With ``fewer``, a position may have fewer than ``top_k``
-    tokens, because banned tokens or tokens outside the kept set were left out.
+    ``vocab_size`` is the model's vocabulary size, or None if it is unknown. With ``fewer``, a position may have fewer
+    than ``top_k`` tokens, because banned tokens and tokens outside the kept set are excluded.
     """
     replies = decoded(data, list[_Reply])
     if len(replies) != len(items):
@@ -707,7 +708,7 @@ def read_scores(
             if values.size and not (np.isfinite(values).all() and float(values.max()) <= MAX_LOGPROB):
                 raise ValueError("a log-prob is not finite, or is above 0")
         if vocab_size is not None and scores.top_ids.size and int(scores.top_ids.max()) >= vocab_size:
-            raise ValueError(f"token id {int(scores.top_ids.max())}, which the vocabulary does not have")
+            raise ValueError(f"token id {int(scores.top_ids.max())}, outside the vocabulary")
     return found
 
 
@@ -725,7 +726,7 @@ def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> Tok
     present = np.arange(top_k) < found[:, None]
     ids = np.full((expected, top_k), -1, dtype=np.int32)
     values = np.full((expected, top_k), OUTSIDE, dtype=np.float32)
-    with np.errstate(over="ignore"):  # infinities are refused later
+    with np.errstate(over="ignore"):  # infinities are refused in `read_scores`
         given = np.array(logprobs, dtype=np.float32)
         values[present] = [entry.logprob for entry in entries]
     ids[present] = [entry.token_id for entry in entries]

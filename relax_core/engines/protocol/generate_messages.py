@@ -1,11 +1,11 @@
-"""Defines the messages between engine and client: the /generate body, the frames of its stream, checks of replies.
+"""The messages between engine and client: the /generate body, the frames of its stream, and checks of replies.
 
-The embedded engine's compact stream is a sequence of msgpack frames, each after its length in 4 big-endian bytes. A
-frame holds a finished response, or new tokens of another response if the request asks for them. One write may hold
-several frames. An end frame closes the stream.
+The embedded engine's compact stream is a sequence of msgpack frames. Each frame follows its length in 4 big-endian
+bytes. A frame has a finished response or, if the request wants them, new tokens of an unfinished response. One write
+may have several frames. An end frame closes the stream.
 
-A malformed reply is a failure of the engine and never an error of the caller: the checks raise ValueError, and the
-clients turn it into `relax_core.contracts.engine.MalformedReply`.
+A malformed reply is a failure of the engine, not an error of the caller. The checks raise ValueError, and the clients
+convert the ValueError to `relax_core.contracts.engine.MalformedReply`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INT32_MAX = np.iinfo(_INT32).max
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Records that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+    """Describes the tokens ``[start, end)`` of a response, which weight version ``version`` generated."""
 
     start: int
     end: int
@@ -36,8 +36,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
     """Returns the weight version of each token, read-only int32 ``[tokens]``.
 
-    A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
-    do not cover each token exactly once.
+    A span may be empty: SGLang sends an empty span for a version that computed the prompt but no token. Raises
+    ValueError if the spans do not cover each token exactly once.
     """
     end, parts = 0, []
     for span in spans:
@@ -63,7 +63,7 @@ INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 class Experts(msgspec.Struct, frozen=True, array_like=True):
     """Holds the experts that tokens were routed to.
 
-    ``shape`` is [tokens, MoE layers, experts a token]; ``data`` is little-endian and C-ordered.
+    ``shape`` is [tokens, MoE layers, experts per token]. ``data`` is little-endian and C-ordered.
     """
 
     dtype: Literal["uint8", "uint16"]
@@ -78,18 +78,18 @@ class Experts(msgspec.Struct, frozen=True, array_like=True):
         return Experts(dtype, (tokens, layers, per_token), experts.astype(dtype, copy=False).tobytes())
 
     def array(self) -> np.ndarray:
-        """Returns the numbers as a read-only view. Raises ValueError if ``data`` does not fit ``shape``."""
-        if min(self.shape) < 0:  # numpy would choose that axis
+        """Returns the array as a read-only view. Raises ValueError if ``data`` does not fit ``shape``."""
+        if min(self.shape) < 0:  # numpy infers the size of a negative axis
             raise ValueError(f"experts of shape {self.shape}")
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """Holds a finished response, as `Generated` describes it.
+    """Holds a finished response; `Generated` describes the fields.
 
-    ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
-    a prompt's experts with one of its responses only. ``prompt_tokens`` is the number of input tokens that the engine
-    received.
+    ``output_ids`` has the bytes of little-endian int32 numbers, and ``logprobs`` the bytes of little-endian float32
+    numbers. The engine sends the experts of a prompt with only one of the prompt's responses. ``prompt_tokens`` is the
+    number of input tokens that the engine received.
     """
 
     rid: str
@@ -108,9 +108,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     queue_ms: float = 0.0
 
     def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
-        """Returns the response as arrays, with the given number of prompt tokens and experts of its prompt.
+        """Returns the response with arrays, and with the given number of prompt tokens and experts of the prompt.
 
-        Raises ValueError if its version spans do not cover its tokens.
+        Raises ValueError if the version spans do not cover the tokens.
         """
         ids = np.frombuffer(self.output_ids, dtype=INT32)
         return Generated(
@@ -132,9 +132,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
 
 class Grown(msgspec.Struct, frozen=True, array_like=True, tag="grown"):
-    """Holds new tokens of an unfinished response; ``output_ids`` holds the bytes of little-endian int32.
+    """Holds new tokens of an unfinished response. ``output_ids`` has the bytes of little-endian int32 numbers.
 
-    ``start`` is the index of the first new token among the tokens of this call.
+    ``start`` is the index of the first new token in the response's tokens of this call.
     """
 
     prompt: int
@@ -144,12 +144,12 @@ class Grown(msgspec.Struct, frozen=True, array_like=True, tag="grown"):
 
 
 class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Ends a stream with the engine's own times of the call, in milliseconds.
+    """Ends a stream. The times of the call are in milliseconds, as the engine measured them.
 
-    ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
-    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. ``tower_passes`` and
-    ``media_feature_bytes`` are the engine's totals after the call's last prefill: media items that have passed the
-    towers, and bytes of cached features.
+    ``held_ms`` is the wait for slots and for the weight version before the first prefill. ``prefill_ms`` is the time of
+    all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. ``tower_passes`` and
+    ``media_feature_bytes`` are totals of the engine after the call's last prefill: the number of media items that have
+    passed the towers, and the bytes of cached features.
     """
 
     held_ms: float
@@ -171,7 +171,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def encode_frames(frames: Iterable[Frame]) -> bytes:
-    """Returns the bytes of the frames, one after the other."""
+    """Returns the concatenated bytes of frames."""
     parts: list[bytes] = []
     for frame in frames:
         payload = _encoder.encode(frame)
@@ -195,9 +195,9 @@ class FrameReader:
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that ``data`` completes. Raises ValueError for bytes that are not a frame."""
+        """Yields the frames that ``data`` completes. Raises ValueError for malformed bytes."""
         self._buffer += data
-        if self._first_end(0) > len(self._buffer):  # no copy for each piece of a large frame
+        if self._first_end(0) > len(self._buffer):  # avoids a copy for each piece of a large frame
             return
         start = 0
         view = memoryview(bytes(self._buffer))
@@ -209,7 +209,7 @@ class FrameReader:
         del self._buffer[:start]
 
     def _first_end(self, start: int) -> int:
-        """Returns the end of the frame at ``start``, which is past the buffer while its length is not known yet."""
+        """Returns the end of the frame at ``start``. The end is past the buffer while the frame's length is unknown."""
         head = bytes(self._buffer[start : start + _LENGTH_BYTES])
         if len(head) < _LENGTH_BYTES:
             return start + _LENGTH_BYTES
@@ -226,13 +226,13 @@ def _frame(data: memoryview) -> Frame:
         raise ValueError("a frame that is nested too deeply") from None
 
 
-# Called with new tokens of a response as soon as they are sampled: index of the prompt, sample, index of the first new
-# token in the response, token ids. If an engine restarts a response, its tokens are reported again from the first on.
+# Called with new tokens of a response as soon as they are sampled. Arguments: index of the prompt, sample, index of the
+# first new token in the response, token ids. If an engine restarts a response, all its tokens are reported again.
 OnTokens = Callable[[int, int, int, Sequence[int]], None]
 
 
 def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
-    """Returns the limit of sampled tokens of each response, including those of earlier requests."""
+    """Returns the maximum number of sampled tokens of each response, including tokens of earlier requests."""
     return params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
 
 
@@ -241,7 +241,7 @@ def generate_body(
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate for all prompts.
 
-    With ``reports_tokens`` the engine sends new tokens while they are sampled.
+    With ``reports_tokens``, the engine sends new tokens while they are sampled.
     """
     sampling: dict[str, Any] = {
         "n": params.n,
@@ -280,9 +280,9 @@ def generate_body(
 
 
 def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
-    """Returns the field ``media`` of a /generate body: the (digest, first row) of the items of each prompt.
+    """Returns the field ``media`` of a /generate body: for each prompt, (digest, first row) of each item.
 
-    Without any item the field is left out, so that engines without media support accept the request.
+    If no prompt has an item, the field is left out: engines without media support then accept the request.
     """
     if not any(prompts):
         return {}
@@ -290,15 +290,15 @@ def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
 
 
 class OtherPrompt(ValueError):
-    """Reports that the engine expands the prompt's media to another number of tokens, which a retry does not fix."""
+    """Reports that the engine expands the prompt's media to another number of tokens. A retry does not help."""
 
 
 def checked_prompt_tokens(seen: int, prompt: PromptRequest) -> int:
     """Returns the engine's number of prompt tokens, without the ``generated`` tokens at the end; 0 if unknown.
 
-    ``seen`` is the number of input tokens that the engine reports, 0 if it reports none. Raises ValueError if it
-    differs from the number that was sent, because the trainer would then train on another prompt; the error is
-    `OtherPrompt` if the prompt has media.
+    ``seen`` is the number of input tokens that the engine reports; 0 means unknown. Raises ValueError if ``seen``
+    differs from the sent number, because the trainer would train on another prompt. If the prompt has media, the error
+    is `OtherPrompt`.
     """
     if seen and seen != len(prompt.input_ids):
         kind = OtherPrompt if prompt.media else ValueError
@@ -310,9 +310,9 @@ def checked_prompt_tokens(seen: int, prompt: PromptRequest) -> int:
 
 
 def unknown_token(index: int, token_ids: Sequence[int], *, rid: str | None, vocab_size: int) -> str | None:
-    """Returns an error text for the first unknown token of the request's prompt ``index``, or None if all are known.
+    """Returns an error text for the first unknown token of prompt ``index`` of a request; None if all are known.
 
-    ``rid`` is the prompt's rid, if it has one.
+    ``rid`` is the rid of the prompt, if any.
     """
     if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return None
@@ -325,19 +325,19 @@ def unknown_token(index: int, token_ids: Sequence[int], *, rid: str | None, voca
 
 
 T = TypeVar("T")
-WORDS = 500  # maximum characters of a server's text in an error
-MAX_NUMBER = np.iinfo(np.int32).max  # maximum of a token id, and of a weight version
-NEWS = 16  # maximum events or frames for each token that a call may return
-# Log-probs are at most 0; sums in bfloat16 may be a little more.
+WORDS = 500  # maximum characters of a server's text in an error message
+MAX_NUMBER = np.iinfo(np.int32).max  # maximum token id, and maximum weight version
+NEWS = 16  # maximum events or frames per token of a call
+# Log-probs are at most 0, but bfloat16 rounding may exceed 0 a little.
 MAX_LOGPROB = 1e-2
-_SIGNS = 12  # maximum length of a text that is read as a weight version
+_SIGNS = 12  # maximum characters of a weight version
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 
 
 class ModelInfo(msgspec.Struct):
-    """Holds the fields of /model_info that a client reads."""
+    """Holds the fields of /model_info that the client reads."""
 
     weight_version: str | int
 
@@ -349,7 +349,7 @@ class Updated(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Holds the fields of one entry of /v1/loads that a client reads."""
+    """Holds the fields of one entry of /v1/loads that the client reads."""
 
     num_running_reqs: Natural
     num_waiting_reqs: Natural
@@ -364,7 +364,7 @@ class Load(msgspec.Struct):
 
 
 class Loads(msgspec.Struct):
-    """Holds the fields of /v1/loads that a client reads."""
+    """Holds the fields of /v1/loads that the client reads."""
 
     loads: Annotated[list[Load], msgspec.Meta(min_length=1)]
 
@@ -378,9 +378,9 @@ def decoded(data: bytes, kind: type[T]) -> T:
 
 
 def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, Any]:
-    """Returns the JSON object of a reply. Raises ValueError if it is malformed or lacks the fields of ``needs``.
+    """Returns the JSON object of a reply. Raises ValueError if the reply is malformed or lacks fields of ``needs``.
 
-    The object is empty for an empty body, and for null, SGLang's reply to calls that return nothing.
+    The object is empty for an empty body and for null, which SGLang sends for calls without a result.
     """
     reply = (decoded(data, dict[str, Any] | None) if data else None) or {}  # type: ignore[arg-type]
     if needs is not None:
@@ -389,7 +389,7 @@ def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, A
 
 
 def version_number(version: str | int) -> int | None:
-    """Returns a weight version as an integer, -1 for no version, and None for text that is not a version."""
+    """Returns a weight version as an integer. Returns -1 for no version, and None for other text."""
     text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MAX_NUMBER else ""
     if len(text) > _SIGNS or not text.isascii() or not text.removeprefix("-").isdecimal():
         return None
@@ -398,15 +398,15 @@ def version_number(version: str | int) -> int | None:
 
 
 def printable_text(text: str) -> str:
-    """Returns the beginning of a server's text in one line, with printable characters only."""
+    """Returns the beginning of a server's text as one line of printable characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text[:WORDS]).split())
 
 
 class ResponseCheck:
-    """Checks the responses of one /generate, and the tokens that are streamed before a response is finished.
+    """Checks the responses of one /generate call, and the tokens that are streamed before a response is finished.
 
-    ``vocab_size`` is the model's, None if it is not known. ``lowest_version`` is -1 for an engine that may have sampled
-    without a weight version. The methods raise ValueError.
+    ``vocab_size`` is the model's vocabulary size, or None if it is unknown. ``lowest_version`` is -1 for an engine that
+    may have sampled without a weight version. The methods raise ValueError.
     """
 
     def __init__(
@@ -432,18 +432,18 @@ class ResponseCheck:
         self._news_left = NEWS * self.expected * (limit + 1)
 
     def news(self, parts: int) -> None:
-        """Counts events or frames, because a server may send an endless number."""
+        """Counts events or frames, to refuse an endless number of them."""
         self._news_left -= parts
         if self._news_left < 0:
             raise ValueError("more parts than its tokens can have")
 
     def place(self, prompt: int, sample: int) -> None:
-        """Checks that the response was requested and has not arrived yet."""
+        """Checks that the response was requested and has not arrived before."""
         if (prompt, sample) not in self.owed:
             raise ValueError(f"sample {sample} of prompt {prompt} was not requested, or arrived twice")
 
     def check_new_tokens(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
-        """Checks new tokens of an unfinished response; ``start`` is the index of the first new token."""
+        """Checks new tokens of an unfinished response. ``start`` is the index of the first new token."""
         self.place(prompt, sample)
         if not 0 <= start <= start + len(ids) <= self._limits[prompt]:
             raise ValueError(f"tokens {start} to {start + len(ids)} of at most {self._limits[prompt]}")
@@ -476,7 +476,7 @@ class ResponseCheck:
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._end_of_ids:
-            raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, which the vocabulary does not have")
+            raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, outside the vocabulary")
 
     def _check_experts(self, generated: Generated, *, prompt_tokens: int) -> None:
         response, prompt = generated.response_experts, generated.prompt_experts
@@ -486,7 +486,7 @@ class ResponseCheck:
             raise ValueError("experts of the prompt or of the response are missing")
         rows = len(prompt), len(response)
         if rows != (prompt_tokens, max(0, len(generated.output_ids) - 1)) or prompt.shape[1:] != response.shape[1:]:
-            raise ValueError(f"experts {prompt.shape} and {response.shape}, which are not those of its tokens")
+            raise ValueError(f"experts {prompt.shape} and {response.shape}, which do not fit the response's tokens")
 
 
 def check_times(*values: float) -> None:

@@ -1,4 +1,4 @@
-"""Implements an aiohttp connector that makes each server prove on a new connection that it knows the token."""
+"""An aiohttp connector: on each new connection, the server must prove that it knows the token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnprov
 
 
 class ProvingConnector(aiohttp.TCPConnector):
-    """Opens connections on which nothing is sent before the server has proven that it knows ``token``.
+    """Opens connections. Sends no request before the server has proven that it knows ``token``.
 
-    The exchange may take the session's ``sock_read`` time. Without the proof it raises `aiohttp.ClientError`.
+    The proof may take the session's ``sock_read`` time. Without a valid proof, `aiohttp.ClientError` is raised.
     """
 
     def __init__(self, token: str, **options: Any) -> None:
         super().__init__(**options)
         self._token = token
-        self._proven: WeakSet[asyncio.BaseProtocol] = WeakSet()  # aiohttp has one protocol for each connection
+        self._proven: WeakSet[asyncio.BaseProtocol] = WeakSet()  # aiohttp uses one protocol object per connection
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
     ) -> aiohttp.connector.Connection:
-        """Returns a new or reused connection whose server has sent its proof."""
+        """Returns a new or reused connection with a proven server."""
         connection = await super().connect(req, traces, timeout)
         protocol, transport = connection.protocol, connection.transport
         if protocol is None or transport is None or protocol in self._proven:
@@ -55,7 +55,7 @@ class ProvingConnector(aiohttp.TCPConnector):
 
 
 class _ExchangeReader(asyncio.Protocol):
-    """Reads the server's answer in place of the session's own protocol; ``done`` ends with the exchange."""
+    """Reads the server's proof in place of the session's protocol. ``done`` completes at the end of the exchange."""
 
     def __init__(self, exchange: ProofExchange, session: asyncio.BaseProtocol) -> None:
         self._exchange = exchange

@@ -1,12 +1,12 @@
-"""Makes a server of the run prove on each connection that it knows the run's token, before a client sends the token.
+"""Makes a server of the run prove that it knows the run's token, before a client sends the token on a connection.
 
-When a server crashes, its port may become free, and another local user may take it. A client therefore sends a random
-nonce first, and the server answers with a keyed hash (HMAC-SHA256) of the nonce and of its own address. The key is the
-token. An intruder cannot compute the hash. An intruder who passes the nonce on to a real server fails too, because the
-real server has another address. An answer that was recorded earlier belongs to another nonce.
+When a server crashes, its port may become free, and another local user may bind the port. A client therefore first
+sends a random nonce. The server answers with a keyed hash (HMAC-SHA256) of the nonce and the server's address. The key
+is the token, so an intruder cannot compute the hash. An intruder cannot relay the nonce to a real server, because the
+real server has another address. An intruder cannot replay an earlier answer, because it belongs to another nonce.
 
-It also implements the connection for control calls, which has one deadline for each call and limits the size of
-replies. The module uses only the standard library, because it also runs in SGLang's environment.
+The module also implements the connection for control calls, with a deadline per call and a size limit for replies. It
+uses only the standard library, because it also runs in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
 PATH = "/relax_proof"
-ANSWER_BYTES = 4096  # maximum size of the answer with its head
+ANSWER_BYTES = 4096  # maximum size of the answer, including its head
 _QUERY = re.compile(rb"nonce=([0-9a-f]{64})")
-_DIGITS = 64  # hexadecimal digits of a nonce, and of a proof
-# No other keyed hash of the token begins with this text, so that an answer is useless in any other protocol.
+_DIGITS = 64  # hexadecimal digits of a nonce and of a proof
+# This prefix is hashed with the nonce. No other keyed hash of the token uses it, so an answer is useless elsewhere.
 _PREFIX = b"relax server proof"
 
 _App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Any]
 
 
 class ServerUnproven(ConnectionError):
-    """Reports that a server did not prove that it knows the token; the client has not sent the token."""
+    """Reports that a server did not prove that it knows the token. The client has not sent the token."""
 
 
 def proof(token: str, *, nonce: bytes, address: tuple[str, int]) -> bytes:
-    """Returns the proof in hexadecimal digits; ``address`` is the IP address and the port of the server's side."""
+    """Returns the proof in hexadecimal digits. ``address`` is the server's IP address and port."""
     host = ipaddress.ip_address(address[0].partition("%")[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped
@@ -47,16 +47,16 @@ def proof(token: str, *, nonce: bytes, address: tuple[str, int]) -> bytes:
 
 
 def proof_answer(token: str, *, query: bytes, address: tuple[str, int]) -> bytes | None:
-    """Returns the answer of a server to GET `PATH` with this query string, or None for status 400.
+    """Returns a server's answer to GET `PATH` with this query string; None means status 400.
 
-    ``address`` is the server's side of the connection, as ``getsockname`` returns it.
+    ``address`` is the result of ``getsockname`` of the connection.
     """
     match = _QUERY.fullmatch(query)
     return None if match is None else proof(token, nonce=match[1], address=address[:2])
 
 
 class ServerProof:
-    """Wraps the ASGI application ``app``: answers `PATH` without a token, and passes on all other requests."""
+    """Wraps the ASGI application ``app``: answers `PATH` without a token; ``app`` answers all other requests."""
 
     def __init__(self, app: Any, *, token: str) -> None:
         self._app: _App = app
@@ -82,10 +82,9 @@ class ServerProof:
 
 
 class ProofExchange:
-    """Holds the client's side of one exchange on a new connection; the caller sends and receives the bytes.
+    """Implements the client's side of one proof exchange on a new connection. The caller transfers the bytes.
 
-    ``address`` is the server's side of the connection, as ``getpeername`` returns it. ``request`` holds the bytes to
-    send.
+    ``address`` is the result of ``getpeername`` of the connection. ``request`` has the bytes to send.
     """
 
     def __init__(self, token: str, *, address: tuple[Any, ...]) -> None:
@@ -102,7 +101,7 @@ class ProofExchange:
         )
 
     def feed(self, data: bytes) -> bool:
-        """Takes received bytes, b"" for the end; returns True once the server has proven that it knows the token.
+        """Processes received bytes, b"" at the end. Returns True when the server has proven that it knows the token.
 
         Raises `ServerUnproven`.
         """
@@ -134,8 +133,8 @@ class ProofExchange:
 
 
 PART_BYTES = 1 << 16
-HEAD_BYTES = 1 << 20  # limit of a reply's head, and of the sizes of its chunks
-_AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # errors of a closed kept connection
+HEAD_BYTES = 1 << 20  # maximum size of a reply's head, and of its chunk headers
+_AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # the server has closed the connection
 
 
 class ReplyTooLong(http.client.HTTPException):
@@ -143,7 +142,7 @@ class ReplyTooLong(http.client.HTTPException):
 
 
 class _DeadlineReader(io.RawIOBase):
-    """Reads from a socket until the deadline that the socket's owner has set."""
+    """Reads from a socket until the deadline of `_DeadlineSocket`."""
 
     def __init__(self, owner: _DeadlineSocket, stream: io.RawIOBase) -> None:
         self._owner, self._stream = owner, stream
@@ -165,8 +164,8 @@ class _DeadlineReader(io.RawIOBase):
 class _DeadlineSocket:
     """Wraps a connected socket for `http.client`.
 
-    The timeout of a socket applies to each received part. A server that sends a byte now and then would block a caller
-    forever, so this socket has a deadline for all parts together, and a limit for their bytes.
+    The timeout of a socket applies to each received part, so a server that sends single bytes could block a caller
+    forever. This class has one deadline for all parts together, and a limit for their bytes.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -177,7 +176,7 @@ class _DeadlineSocket:
     def count(self, size: int) -> None:
         self.max_bytes -= size
         if self.max_bytes < 0:
-            raise ReplyTooLong("a reply with more bytes than the caller takes")
+            raise ReplyTooLong("a reply with more bytes than the caller accepts")
 
     def use_time_left(self) -> None:
         left = self.deadline - time.monotonic()
@@ -197,7 +196,7 @@ class _DeadlineSocket:
         return cast("tuple[Any, ...]", self._socket.getpeername())
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        # The socket's own stream keeps the descriptor open: `http.client` may close the socket before it reads.
+        # The stream keeps the descriptor open: `http.client` may close the socket before reading.
         stream = cast("io.RawIOBase", self._socket.makefile("rb", buffering=0))
         return io.BufferedReader(_DeadlineReader(self, stream), PART_BYTES)
 
@@ -206,7 +205,7 @@ class _DeadlineSocket:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Connects until ``deadline``; with ``token`` it requests the server's proof before anything else is sent."""
+    """Connects until ``deadline``. With ``token``, first requests the server's proof."""
 
     auto_open = 0
 
@@ -229,9 +228,9 @@ class _Connection(http.client.HTTPConnection):
 
 
 class ProvenConnection:
-    """Keeps one connection to a server of the run; it belongs to one thread at a time.
+    """Keeps one connection to a server of the run. Only one thread at a time may use the connection.
 
-    On each new connection the server has to prove that it knows ``token``; with None no proof is requested.
+    On each new connection, the server must prove that it knows ``token``. If ``token`` is None, no proof is requested.
     """
 
     def __init__(self, host: str, port: int | None, *, token: str | None) -> None:
@@ -241,11 +240,11 @@ class ProvenConnection:
     def call(
         self, method: str, route: str, body: bytes, headers: dict[str, str], *, timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
-        """Returns status and body of the reply, which must arrive completely within ``timeout_s`` seconds.
+        """Returns status and body of the reply. The complete reply must arrive within ``timeout_s`` seconds.
 
-        A kept connection that the server has closed is opened again once, because a restart of the server closes it.
-        Raises OSError (including `ServerUnproven` and TimeoutError), or HTTPException for a reply that is not HTTP or
-        has more than ``max_bytes``.
+        If the server has closed the kept connection, for example by a restart, opens a new connection once. Raises
+        OSError (including `ServerUnproven` and TimeoutError), or HTTPException for a reply that is not HTTP or exceeds
+        ``max_bytes``.
         """
         deadline = time.monotonic() + timeout_s
         reused = self._connection is not None
@@ -287,7 +286,7 @@ class ProvenConnection:
                 self.close()
 
     def close(self) -> None:
-        """Closes the connection; the next call opens another."""
+        """Closes the connection. The next call opens a new connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

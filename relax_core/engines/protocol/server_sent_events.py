@@ -1,4 +1,4 @@
-"""Reads SGLang's server-sent events from a byte stream and gathers them into finished responses."""
+"""Reads SGLang's server-sent events from a byte stream and combines them into finished responses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from relax_core.engines.protocol.generate_messages import (
 
 
 def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the experts of the prompt and of the response from SGLang's meta_info.routed_experts.
+    """Decodes SGLang's meta_info.routed_experts to the experts of the prompt and the experts of the response.
 
-    ``text`` is base64 of int32 [prompt + response - 1, layers, experts a token]. Both results are read-only and uint8,
-    or uint16 if a number needs it. The text has no shape, so that both are ``[tokens, 1, layers x experts a token]``;
-    the caller splits the last axis with the model's sizes. Raises ValueError if the text does not fit the tokens.
+    ``text`` is base64 of int32 [prompt + response - 1, layers, experts per token]. The text has no shape, so the
+    results are ``[tokens, 1, layers x experts per token]``, and the caller splits the last axis with the model's sizes.
+    The results are read-only uint8 arrays, or uint16 for larger numbers. Raises ValueError if the text does not fit the
+    number of tokens.
     """
     tokens = prompt_tokens + response_tokens - 1
     try:
@@ -48,7 +49,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-UNKNOWN_VERSION = -1  # a weight version that is not a number, such as SGLang's "default" before any update
+UNKNOWN_VERSION = -1  # a weight version that is not a number, such as SGLang's "default" before the first update
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]
@@ -61,7 +62,7 @@ class _Span(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """Holds a token's log-prob; its id and text, which SGLang sends after it, are not read."""
+    """Holds the log-prob of a token. SGLang's token id and text are not read."""
 
     logprob: float
 
@@ -78,8 +79,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[_Entry] = []
-    output_token_sampling_mask: list[list[_TokenId]] | None = None  # tokens that top_k, top_p and min_p kept
-    output_token_sampling_logprobs: list[float] | None = None  # log-probs over the kept tokens
+    output_token_sampling_mask: list[list[_TokenId]] | None = None  # sets of tokens that top_k, top_p and min_p kept
+    output_token_sampling_logprobs: list[float] | None = None  # log-probs over the kept sets
     routed_experts: str | None = None
     cached_tokens: int = 0
     prompt_tokens: int = 0
@@ -101,7 +102,7 @@ _END = b"\n\n"
 
 
 class ReceivedTokens(NamedTuple):
-    """Holds new tokens of a response that may not be finished; ``start`` is the index of the first new token."""
+    """Holds new tokens of a response, finished or not. ``start`` is the index of the first new token."""
 
     prompt: int
     sample: int
@@ -109,19 +110,19 @@ class ReceivedTokens(NamedTuple):
     ids: list[int]
 
 
-# A response so far: its ids as int32, its log-probs as float32, and the kept sets of each event.
+# a response so far: ids as int32, log-probs as float32, and the kept sets of each event
 _Growing = tuple["array[int]", "array[float]", list[KeptTokens]]
 
 
 class EventReader:
-    """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
+    """Combines events into responses. Events are incremental (new tokens) or cumulative (all tokens so far).
 
-    The token count of an event shows which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are needed. With ``reports_tokens`` tokens are yielded
-    as they arrive, except those of an engine without a weight version. ``parts`` counts the complete events, and
-    ``pending`` is True while an event is incomplete. ``prefills`` maps each finished (prompt, sample) that has a token
-    to the number of its prompt tokens that came from the engine's cache, and to the first version span. An empty span
-    means that its version ended before a token was sampled.
+    The token count of an event shows its kind. ``samples`` has (prompt, sample) for each event index. ``vocab_size`` is
+    the model's vocabulary size, given if the kept sets are needed. With ``reports_tokens``, tokens are yielded as they
+    arrive, except tokens that were sampled without a known weight version. ``parts`` counts the complete events, and
+    ``pending`` is True while an event is incomplete. ``prefills`` maps each finished (prompt, sample) with tokens to
+    (number of prompt tokens from the engine's cache, first version span). If the first span is empty, its version ended
+    before a token was sampled.
     """
 
     def __init__(
@@ -147,11 +148,11 @@ class EventReader:
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Generated | ReceivedTokens | str]:
-        """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text.
+        """Yields the responses that ``data`` finishes, and the text of a failure of the engine.
 
-        Raises ValueError for an event that is not in SGLang's format, or does not fit the request.
+        Raises ValueError for an event that is not in SGLang's format or does not fit the request.
         """
-        searched = max(0, len(self._buffer) - 1)  # the end may be split, and large events come in many pieces
+        searched = max(0, len(self._buffer) - 1)  # the end may be split, and large events arrive in many pieces
         self._buffer += data
         if self._buffer.find(_END, searched) < 0:
             if len(self._buffer) > MAX_EVENT_BYTES:
@@ -197,7 +198,7 @@ class EventReader:
         yield self._finished(event.index, growing, meta, meta.finish_reason.type)
 
     def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
-        """Raises ValueError if the parts of the response do not fit each other."""
+        """Returns a finished response. Raises ValueError if its parts are inconsistent."""
         prompt, sample = self._samples[index]
         prompt_tokens = checked_prompt_tokens(meta.prompt_tokens, self._prompts[prompt])
         ids, logprobs, kept = growing

@@ -1,4 +1,4 @@
-"""Finds stop strings in token ids with the model's tokenizer, and the token of a response that completes a string."""
+"""Finds stop strings in token ids with the model's tokenizer, and the token that completes a stop string."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPARE_TOKENS = 4  # more tokens than a stop string can have, because the text may start inside a character
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for bytes that are not yet a whole character
-KNOWN_STOPS = 16  # sets of stop strings that are cached; a run uses one
+SPARE_TOKENS = 4  # additional tokens, because the decoded text may start inside a character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for an incomplete character
+KNOWN_STOPS = 16  # maximum cached sets of stop strings; a run uses one set
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 1024
 _NO, _YES, _UNKNOWN = 0, 1, 2
 
 
 def read_tokenizer(model_folder: Path) -> Tokenizer:
-    """Reads the tokenizer of a Hugging Face folder. Raises ValueError for a folder without one."""
+    """Reads the tokenizer of a Hugging Face folder. Raises ValueError for a folder without a tokenizer."""
     from tokenizers import Tokenizer
 
     file = model_folder / "tokenizer.json"
@@ -28,15 +28,15 @@ def read_tokenizer(model_folder: Path) -> Tokenizer:
         raise ValueError(f"{model_folder} has no tokenizer.json, which stop strings need")
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises only this general type
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 class StopStrings:
     """Finds stop strings in token ids.
 
-    Each token has at least one byte of text, so that a stop string at the end of a response is within its last
-    ``window`` tokens. Only these are decoded.
+    Each token has at least one byte of text. A stop string at the end of a response is therefore within the last
+    ``window`` tokens. Only these tokens are decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -44,12 +44,12 @@ class StopStrings:
         self.stop = tuple(stop)
         self._tokenizer = tokenizer
         self.window = max(len(string.encode()) for string in stop) + SPARE_TOKENS
-        # A token completes a string only if its text has the string's last character, or some bytes of a character.
+        # A token completes a string only if its text has the string's last character, or incomplete characters.
         self._last = {string[-1] for string in stop}
         self._completes = np.full(tokenizer.get_vocab_size(with_added_tokens=True), _UNKNOWN, dtype=np.int8)
 
     def may_complete(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the ``tokens`` that may complete a stop string; no other token completes one."""
+        """Returns the indices of the ``tokens`` that may complete a stop string. All other tokens cannot."""
         known = tokens < len(self._completes)
         answers = np.where(known, self._completes[np.where(known, tokens, 0)], _YES)
         for index in np.flatnonzero(answers == _UNKNOWN):
@@ -57,24 +57,25 @@ class StopStrings:
         return np.flatnonzero(answers == _YES)
 
     def _may_complete_one(self, token: int) -> int:
-        # A token that is decoded alone may lose a leading space, so a stop string that ends with a space always counts.
+        # Decoding a single token may drop a leading space. Therefore any token may complete a string that ends with a
+        # space.
         text = self._text([token])
         found = REPLACEMENT in text or any(last in text or last.isspace() for last in self._last)
         return _YES if found else _NO
 
     def matched(self, ids: Sequence[int]) -> str | None:
-        """Returns the stop string that the last of these tokens completes, or None.
+        """Returns the stop string that the last of ``ids`` completes, or None.
 
-        If it completes several strings, the string that begins first is returned.
+        If the token completes several strings, returns the string that begins first.
         """
         text = self._text(ids[-self.window :])
         found = [(text.find(string), string) for string in self.stop if string in text]
         return min(found)[1] if found else None
 
     def end(self, ids: Sequence[int], *, checked: int = 0) -> int | None:
-        """Returns how many tokens the response has when it first completes a stop string, or None.
+        """Returns the number of response tokens up to the first completed stop string, or None.
 
-        The first ``checked`` tokens are known to complete none.
+        The first ``checked`` tokens are known to complete no stop string.
         """
         if self._contains_any(ids[max(0, checked - self.window) :]):
             for count in range(checked + 1, len(ids) + 1):
@@ -91,16 +92,16 @@ class StopStrings:
 
 
 class StopTable:
-    """Caches the stop strings of requests to one engine; reads the tokenizer on the first request with stop strings."""
+    """Caches the `StopStrings` of an engine's requests. Reads the tokenizer at the first request with stop strings."""
 
     def __init__(self, model_folder: Path) -> None:
         self._model_folder = model_folder
         self._tokenizer: Tokenizer | None = None
         self._known: dict[tuple[str, ...], StopStrings] = {}
-        self._lock = threading.Lock()  # large bodies are parsed in separate threads
+        self._lock = threading.Lock()  # several threads parse large bodies
 
     def of(self, stop: Sequence[str]) -> StopStrings | None:
-        """Returns the finder of these strings, or None if there are none. Raises ValueError without a tokenizer."""
+        """Returns the `StopStrings` for ``stop``; None if ``stop`` is empty. Raises ValueError without a tokenizer."""
         if not stop:
             return None
         key = tuple(stop)

@@ -1,4 +1,4 @@
-"""Uses SGLang as an engine: a server process that the run starts and monitors, or an external server.
+"""SGLang as an engine: a server process that the run starts and monitors, or an external server.
 
-Start reading in ``sglang_client.py`` for requests, in ``sglang_process.py`` for the process.
+Start reading in ``sglang_client.py`` for requests, and in ``sglang_process.py`` for the process.
 """

@@ -1,6 +1,6 @@
-"""Keeps all files of the run's SGLang server in one folder, so that they can be removed after its end.
+"""Keeps all files of an SGLang server in one folder, to remove them after the server's end.
 
-Files and sockets lie in the folder. The names of objects in shared memory contain the folder's name.
+Files and sockets are in the folder. Names of objects in shared memory contain the folder's name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from relax_core.contracts.engine import EngineError
 from relax_core.engines.sglang.sglang_patches import after_import
 
-VARIABLE = "RELAX_ENGINE_SCRATCH"  # the environment variable that holds the server's folder
+VARIABLE = "RELAX_ENGINE_SCRATCH"  # environment variable: the server's folder
 PREFIX = "relax-sglang-"
 SHARED_MEMORY = Path("/dev/shm")
 SOCKET_PATH_BYTES = 107  # the kernel's limit
-SOCKET_NAME = "/tmp12345678"  # as long as the names of SGLang's sockets
+SOCKET_NAME = "/tmp12345678"  # has the length of the names of SGLang's sockets
 POLL_S = 0.01
 
 
 def new_scratch() -> Path:
-    """Makes the folder of one server. Raises EngineError if its sockets' paths would be too long."""
+    """Makes the folder of one server. Raises EngineError if the paths of its sockets would be too long."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     excess = len(os.fsencode(f"{folder}{SOCKET_NAME}")) - SOCKET_PATH_BYTES
     if excess > 0:
@@ -44,9 +44,9 @@ def new_scratch() -> Path:
 
 
 def keep_to_scratch(folder: Path) -> None:
-    """Makes this process put its files into ``folder``; call it in each of the server's processes before sglang.
+    """Makes this process put its files into ``folder``. Call it in each process of the server before importing sglang.
 
-    Shared tensors of torch need no change, because torch removes their names as soon as they are shared.
+    Shared tensors of torch need no change: torch removes their names as soon as the tensors are shared.
     """
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     process: Any = multiprocessing.current_process()
@@ -61,9 +61,9 @@ def keep_to_scratch(folder: Path) -> None:
 
 
 def end_session(leader: int, *, timeout_s: float) -> None:
-    """Kills the remaining processes of the session of ``leader``, which has ended, and waits until they have ended.
+    """Kills the remaining processes in the session of the ended process ``leader``, and waits for their end.
 
-    Raises EngineError if one of them still runs after ``timeout_s`` seconds.
+    Raises EngineError if a process still runs after ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while left := list(_session(leader)):
@@ -71,7 +71,7 @@ def end_session(leader: int, *, timeout_s: float) -> None:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise EngineError(f"processes {left} of SGLang's server {leader} outlive SIGKILL by {timeout_s:g} s")
+            raise EngineError(f"processes {left} of SGLang's server {leader} still run {timeout_s:g} s after SIGKILL")
         time.sleep(POLL_S)
 
 
@@ -79,23 +79,23 @@ def _session(leader: int) -> Iterator[int]:
     """Yields the running processes of a session."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # the process has ended meanwhile
+            with suppress(OSError):  # the process has ended since
                 state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(session) == leader and state not in "ZX":
                     yield int(entry.name)
 
 
 def remove_left_scratch(parent: Path) -> None:
-    """Removes the folders in ``parent`` of servers that were killed together with their owners."""
+    """Removes folders in ``parent`` that remained because server and engine owner were killed together."""
     for folder in parent.glob(f"{PREFIX}*"):
         remove_scratch(folder)
 
 
 def remove_scratch(folder: Path) -> None:
-    """Removes a server's folder and shared memory once all its processes have ended; the server may have done it."""
+    """Removes a server's folder and shared memory, if they still exist. All processes of the server must have ended."""
     for shared in SHARED_MEMORY.glob(f"*{folder.name}*"):
         with suppress(FileNotFoundError):
-            if shared.lstat().st_uid == os.getuid():  # other users may create files there with this name in theirs
+            if shared.lstat().st_uid == os.getuid():  # other users' files may have names that contain this name
                 shared.unlink()
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)

@@ -1,6 +1,7 @@
-"""Implements the client of an SGLang server, and bridges the differences between SGLang and the embedded engine.
+"""The client of an SGLang server; it hides the differences between SGLang and the embedded engine.
 
-A /generate body has one request for each sample with its own seed; for an external server it includes the images.
+A /generate body has a separate request, with its own seed, for each sample. For an external server, the body includes
+the images.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ from relax_core.engines.sglang.sglang_weight_calls import SenderLock, SglangWeig
 
 @dataclass(eq=False)
 class HeldPrompts:
-    """Holds the prompts of one call that wait for a weight version, and the requests that are then sent for them."""
+    """Holds the prompts of one call that wait for a weight version, and later the requests that were sent for them."""
 
     prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
-    version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent
+    version: int = UNKNOWN_VERSION  # the server's weight version at the time of sending
     aborted: set[str] = field(default_factory=set)
     sent: list[SampleRequest] = field(default_factory=list)
     on_tokens: OnTokens | None = None
 
     def report_tokens(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
-        """Reports new tokens of prompt number ``prompt`` of the request that was sent."""
+        """Reports new tokens. ``prompt`` is the prompt's number in the sent request."""
         if self.on_tokens is not None:
             self.on_tokens(list(self.prompts)[prompt], sample, start, ids)
 
 
 def taken_out(call: HeldPrompts, params: SamplingParams) -> Iterator[Generated]:
-    """Removes the prompts that were aborted before they were sent, and yields empty responses for them."""
+    """Removes prompts that were aborted before they were sent, and yields empty responses for these prompts."""
     for index in [index for index, prompt in call.prompts.items() if prompt.rid in call.aborted]:
         prompt = call.prompts.pop(index)
         for sample in range(params.n) if prompt.samples is None else prompt.samples:
@@ -92,8 +93,8 @@ def never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
 def attested(generated: Generated) -> Generated:
     """Returns the response up to the first token that was sampled without a known weight version.
 
-    A server has no weight version after its restart, or after an update that failed. It then samples one more token of
-    each response that it aborts. The cut response counts as aborted, so that its remaining tokens are requested again.
+    A server has no weight version after a restart or a failed update, but samples one more token of each response that
+    it aborts. The returned response has the finish reason abort, so its remaining tokens are requested again.
     """
     unknown = np.flatnonzero(generated.versions == UNKNOWN_VERSION)
     return (
@@ -104,19 +105,19 @@ def attested(generated: Generated) -> Generated:
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
     """Returns whether a part of the prompt was computed by older weights than the response's first token.
 
-    Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
-    before the version changed (sglang_patches.py). ``first`` is the response's first version span; ``cached`` is the
-    number of prompt tokens that came from the cache, or True if features of images may have come from a cache.
+    Such a part was already in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
+    before the version changed (sglang_patches.py). ``first`` is the response's first version span. ``cached`` is the
+    number of prompt tokens from the cache, or True if features of images may come from a cache.
     """
     return first.end == 0 or (cached > 0 and first.version > sent_under)
 
 
 def finish_reason(response: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
-    """Returns the actual finish reason of the response.
+    """Corrects the finish reason of a response.
 
-    After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
-    allowed token, the response is finished and must not continue. ``generated`` is the number of tokens that the
-    response had before this request, and ``limit`` the maximum in all.
+    After an abort, SGLang generates one more token and still reports abort. If this token is a stop token or the last
+    allowed token, the response is finished and must not continue. ``generated`` is the number of tokens of the response
+    before this request. ``limit`` is the maximum number of tokens of the response.
     """
     if response.finish_reason == "abort" and response.output_ids.size:
         if int(response.output_ids[-1]) in params.stop_token_ids:
@@ -127,7 +128,7 @@ def finish_reason(response: Generated, params: SamplingParams, *, generated: int
 
 
 NOT_OPEN = "no weight-update session is open"  # a part of SGLang's error text
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between two polls of the weight version that prompts wait for
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between polls of the weight version while prompts wait
 
 
 class _Info(msgspec.Struct):
@@ -137,14 +138,15 @@ class _Info(msgspec.Struct):
 class SglangClient(SglangWeightCalls):
     """Calls one SGLang server.
 
-    SGLang does not hold prompts until a weight version is in force, so that this client holds them and sends them only
-    then. The checks of the configuration refuse settings that SGLang does not support (config/engine_checks.py).
+    SGLang cannot delay prompts until a weight version is in force, so this client delays them. The checks of the
+    configuration refuse settings that SGLang does not support (config/engine_checks.py).
 
-    ``ranks`` is the number of the server's GPUs. ``vocab_size`` is its model's; a token outside of it would end the
-    server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
-    ``attached`` is True for an external server, which lacks Relax's weight loader. ``stops`` finds stop strings with
-    the model's tokenizer. ``media_folder`` holds the items of prompts; an external server cannot read it, so the client
-    sends the images. For ``weights_folder`` see `SglangWeightCalls`.
+    ``ranks`` is the number of the server's GPUs. ``vocab_size`` is the model's vocabulary size; a token outside the
+    vocabulary would end the server. ``seeds`` is True if the server runs with --enable-deterministic-inference;
+    otherwise the server ignores seeds. ``attached`` is True for an external server, which lacks Relax's weight loader.
+    ``stops`` finds stop strings with the model's tokenizer. ``media_folder`` contains the items of prompts; to an
+    external server, which cannot read this folder, the client sends the images. For ``weights_folder`` see
+    `SglangWeightCalls`.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class SglangClient(SglangWeightCalls):
         on_end: Callable[[StreamEnd], None] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
-        """Generates as `EngineClient.generate` does; ``on_end`` is never called, because SGLang reports no times."""
+        """Implements `EngineClient.generate`. ``on_end`` is never called, because SGLang reports no times."""
         for index, prompt in enumerate(prompts):
             self._check(index, prompt.input_ids, rid=prompt.rid)
         waves: dict[int, dict[int, PromptRequest]] = defaultdict(dict)
@@ -230,16 +232,16 @@ class SglangClient(SglangWeightCalls):
             async for generated in self._generate_from(version, wave, params, on_tokens):
                 queue.put_nowait(generated)
             queue.put_nowait(None)
-        except Exception as error:  # the consumer of the queue raises it
+        except Exception as error:  # `generate` raises the error
             queue.put_nowait(error)
 
     async def _generate_from(
         self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams, on_tokens: OnTokens | None
     ) -> AsyncIterator[Generated]:
-        """Holds the prompts until the server has weights ``version``, then sends one request for all of them.
+        """Waits until the server has weights ``version``, then sends one request for all prompts.
 
-        If a part of a sample's prompt came from the cache of older weights, the sample is requested again, because its
-        log-probs belong to no weight version.
+        If older weights computed a part of a sample's prompt, the sample is requested again, because its log-probs
+        belong to no single weight version.
         """
         call = HeldPrompts(prompts, on_tokens=on_tokens)
         self._calls.append(call)
@@ -265,7 +267,7 @@ class SglangClient(SglangWeightCalls):
     async def _ask(self, call: HeldPrompts, params: SamplingParams) -> AsyncIterator[tuple[Generated, bool]]:
         """Sends one request for all prompts of the call.
 
-        Yields each response, and whether older weights computed a part of its prompt's cache.
+        Yields (response, whether older weights computed a part of its prompt).
         """
         if not call.prompts:
             return
@@ -303,7 +305,7 @@ class SglangClient(SglangWeightCalls):
             yield self._stopped(whole, chosen[generated.prompt], params), mixed
 
     def _media_entries(self, prompt: PromptRequest, *, version: int) -> MediaEntries:
-        """Returns the ids that are sent for a prompt, and the entries of its images and videos."""
+        """Returns the token ids to send for a prompt, and the image_data entries of its media items."""
         if self._images is None:
             return named_media(prompt)
         try:
@@ -312,10 +314,10 @@ class SglangClient(SglangWeightCalls):
             raise EngineError(f"engine {self.url} /generate: prompt {prompt.rid}: {error}") from error
 
     def _stopped(self, generated: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
-        """Ends the response with the token that completes a stop string.
+        """Cuts the response after the token that completes a stop string.
 
-        SGLang does not know the tokens of earlier requests for the same sample. It also reports abort for a response
-        that was complete when the abort came.
+        SGLang itself does not see a stop string that begins in tokens of an earlier request for the same sample. It
+        also reports abort for a response that was already complete at the time of the abort.
         """
         if not params.stop or not generated.output_ids.size:
             return generated
@@ -329,7 +331,7 @@ class SglangClient(SglangWeightCalls):
         return msgspec.structs.replace(cut(generated, end - len(before)), finish_reason="stop")
 
     async def _hold(self, call: HeldPrompts, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
-        """Waits until weights ``version`` are in force; yields empty responses to prompts that are aborted before."""
+        """Waits until weights ``version`` are in force. Yields empty responses for prompts that are aborted before."""
         wait_s, deadline = FIRST_POLL_S, time.monotonic() + self._request_timeout_s
         call.sent = []
         while (found := await self._weight_version()) < max(version, 0):
@@ -344,7 +346,7 @@ class SglangClient(SglangWeightCalls):
                 yield generated
             if not call.prompts:
                 return
-        for generated in taken_out(call, params):  # an abort that came with the version
+        for generated in taken_out(call, params):  # aborts since the last check
             yield generated
         call.version = found
 
@@ -362,7 +364,7 @@ class SglangClient(SglangWeightCalls):
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """Returns whether the server accepts prompts now; it does not while it is paused or loads weights."""
+        """Returns whether the server accepts prompts now. It does not while it is paused or loads weights."""
         status, data = self._answer("GET", "/ready", None, timeout_s=self._control_timeout_s)
         if status not in (200, 503):
             raise self._refusal("/ready", status, data)
@@ -372,16 +374,16 @@ class SglangClient(SglangWeightCalls):
         return sglang_version(str(version))
 
     def loads(self) -> dict[str, Any]:
-        """Returns the load under SGLang's names, and under those of the embedded engine."""
+        """Returns the load with SGLang's names and with the embedded engine's names."""
         loads = super().loads()
         held = sum(len(call.prompts) for call in list(self._calls) if not call.sent)
         return {**loads, "running": loads["num_running_reqs"], "queued": loads["num_waiting_reqs"], "held": held}
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """Aborts as `EngineClient.abort` does; each sample has its own rid in SGLang, which this client tracks."""
+        """Implements `EngineClient.abort`. In SGLang, each sample has a separate rid; this client tracks the rids."""
         calls = list(self._calls)
         for call in calls:
-            # This runs in another thread while the event loop changes both dictionaries, so they are copied.
+            # The event loop may change both dictionaries while another thread calls `abort`, so they are copied.
             call.aborted |= {prompt.rid for prompt in list(call.prompts.values()) if rid in (None, prompt.rid)}
         if rid is None:
             return super().abort()
@@ -413,9 +415,9 @@ class SglangClient(SglangWeightCalls):
         return self.resume()
 
     def forget_weights(self) -> None:
-        """Resets a server that another run has used: its weight version and cache do not belong to this run.
+        """Resets a server that another run has used, because its weight version and cache do not belong to this run.
 
-        Aborts its requests, and ends a pause and a weight-update session that the other run left.
+        Aborts all requests, and ends a pause and an open weight-update session of the other run.
         """
         self._give_up()
         try:
@@ -427,16 +429,16 @@ class SglangClient(SglangWeightCalls):
         self.flush_cache()
 
     def flush_cache(self) -> None:
-        """Drops the engine's cache of finished prompts; the engine refuses while samples run."""
-        wait_s = self._control_timeout_s / 2  # SGLang's wait for the end of its requests; it flushes only when idle
+        """Drops the engine's cache of finished prompts. The engine refuses while samples run."""
+        wait_s = self._control_timeout_s / 2  # SGLang flushes only when idle, and waits this time for running requests
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
-        if status != 200:  # SGLang's answer is not JSON
+        if status != 200:  # SGLang's reply is not JSON
             raise self._refusal("/flush_cache", status, data)
 
     def score(
         self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Scores as `EngineClient.score` does. Raises EngineError for options that SGLang does not support."""
+        """Implements `EngineClient.score`. Raises EngineError for options that SGLang does not support."""
         if banned_token_ids or any(item.kept is not None for item in items):
             raise EngineError(
                 f"engine {self.url} /generate: scores without banned tokens or over kept sets are not possible; "
@@ -467,15 +469,15 @@ class SglangClient(SglangWeightCalls):
             raise EngineError(f"engine {self.url} /generate: {problem}")
 
 
-BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
+BAN = -1e30  # a logit with probability exactly 0 at every temperature, in float32 and bfloat16
 _numbers = itertools.count()
-# The ids that are sent for a prompt, and an entry of image_data for each of its images and videos.
+# (token ids to send for a prompt, image_data entries of its media items)
 MediaEntries = tuple[list[int], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Holds one sample's request: the prompt's index, the sample from 0 to n - 1, and a rid that is used once."""
+    """Describes the request of one sample: index of the prompt, sample from 0 to n - 1, and a unique rid."""
 
     prompt: int
     sample: int
@@ -483,14 +485,14 @@ class SampleRequest:
 
 
 def named_media(prompt: PromptRequest) -> MediaEntries:
-    """Returns a prompt's ids and the names of its items, for a server of the run, which maps their files."""
+    """Returns a prompt's ids and the names of its media items. A server of the run maps the items' files."""
     return prompt.input_ids, [placed_name(medium) for medium in prompt.media]
 
 
 def image_data(entries: Sequence[list[str]]) -> dict[str, Any]:
-    """Returns the field image_data of a body; empty without images and videos, so that the field is left out.
+    """Returns the field image_data of a body. If no sample has media, returns {} to leave the field out.
 
-    ``entries`` has a list for each sample, which is empty for text alone.
+    ``entries`` has a list for each sample; the list is empty for a prompt of text only.
     """
     return {"image_data": list(entries)} if any(entries) else {}
 
@@ -507,8 +509,8 @@ def sample_requests(prompts: Sequence[PromptRequest], *, n: int) -> list[SampleR
 def sample_seed(prompt_seed: int, sample: int) -> int:
     """Returns the seed of one sample of a prompt, an integer of 63 bits.
 
-    SGLang adds the token's position to it, so that a response that continues from its prefix continues its sequence of
-    random numbers.
+    SGLang adds the token's position to the seed. A response that continues from its prefix therefore continues its
+    sequence of random numbers.
     """
     digest = hashlib.blake2b(f"{prompt_seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -527,10 +529,9 @@ def sglang_body(
     """Returns the JSON body of one /generate.
 
     ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
-    If sampling leaves tokens out, the body requests the kept sets, with which SGLang returns the log-probs over these
-    sets; its usual log-probs are over the whole vocabulary. ``media`` returns the ids that are sent for a prompt, and
-    its entries of image_data; the default is `named_media`. With ``reports_tokens`` SGLang sends an event for each new
-    token.
+    If sampling excludes tokens, the body requests the kept sets. SGLang then also returns log-probs over the kept sets;
+    its usual log-probs are over the whole vocabulary. ``media`` returns the token ids to send for a prompt and its
+    image_data entries; the default is `named_media`. With ``reports_tokens``, SGLang sends an event for each new token.
     """
     sent = [(media or named_media)(prompt) for prompt in prompts]
     bans = {str(token): BAN for token in params.banned_token_ids}
@@ -573,14 +574,14 @@ def _sampling(
     return fields
 
 
-_COMPRESSION = 1  # zlib's fastest level: the bytes go to a server nearby
+_COMPRESSION = 1  # zlib's fastest level, because the server is near
 
 
 class AttachedImages:
     """Encodes the images of requests to an external server, which decodes images itself.
 
-    SGLang caches the features of an image by its bytes, also across weight updates. The PNGs therefore contain a text
-    with a random mark and the weight version, so that their bytes differ under other weights.
+    SGLang caches the features of an image by its bytes, also across weight updates. Each PNG therefore contains a text
+    with a random mark and the weight version: its bytes differ after a weight update.
     """
 
     def __init__(self, media_folder: Path | None) -> None:
@@ -588,9 +589,9 @@ class AttachedImages:
         self._mark = secrets.token_hex(8)
 
     def entries(self, input_ids: list[int], media: Sequence[Media], *, version: int) -> MediaEntries:
-        """Returns the ids with a placeholder for each image, and the images as base64 of PNGs.
+        """Returns the ids with one placeholder per image, and the images as base64 of PNGs.
 
-        Raises ValueError for a video, because SGLang would sample, resize and time its frames again.
+        Raises ValueError for a video, because SGLang would sample, resize and time the frames again.
         """
         if not media:
             return input_ids, []
@@ -610,9 +611,9 @@ class AttachedImages:
 def png(frame: np.ndarray, *, comment: str) -> bytes:
     """Returns a frame, uint8 ``[height, width, 3]``, as a PNG with a text chunk (W3C PNG, third edition)."""
     height, width, _ = frame.shape
-    rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # each row begins with 0: no filter
+    rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # each row begins with filter type 0: none
     rows[:, 1:] = frame.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a colour, RGB, not interlaced
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits per colour, RGB, not interlaced
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         _chunk(kind, data)
         for kind, data in (

@@ -20,7 +20,7 @@ from relax_core.families.architecture import Architecture
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Calls ``change`` with the module ``name`` as soon as this process has loaded it."""
+    """Calls ``change`` with the module ``name`` as soon as this process has loaded the module."""
     sys.meta_path.insert(0, _AfterImport(name, change))
 
 
@@ -48,19 +48,19 @@ class _AfterImport(MetaPathFinder):
 
 
 ATTENTION = "torch_native"
-CPU_FLAGS = (  # the user's own flags come after these and override them
+CPU_FLAGS = (  # the user's flags follow these flags and override them
     *("--device", "cpu"),
     *("--attention-backend", ATTENTION),
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     "--disable-overlap-schedule",
-    "--sleep-on-idle",  # without it SGLang's scheduler takes a whole core while it waits
+    "--sleep-on-idle",  # otherwise SGLang's waiting scheduler uses a whole core
 )
-_kept: list[object] = []  # torch removes the schemas of a library object once it is garbage-collected
+_kept: list[object] = []  # torch removes the schemas of a library object when the object is garbage-collected
 
 
 def install_on_cpu() -> None:
-    """Installs the changes; call it in each of the server's processes before sglang is imported."""
+    """Installs the patches for a CPU. Call it in each process of the server before sglang is imported."""
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.path.append(str(Path(__file__).with_name("cpu")))
     after_import("torchvision.extension", _define_missing_schemas)
@@ -70,10 +70,11 @@ def install_on_cpu() -> None:
 
 
 def _define_missing_schemas(module: ModuleType) -> None:
-    """Defines the two operators for which torchvision registers fake kernels, if its compiled library did not.
+    """Defines torchvision's operators nms and qnms, if torchvision's compiled library has not defined them.
 
-    ``module`` is torchvision.extension; its import loads the library. PyPI's library cannot be loaded without a CUDA
-    build of torch. The check is needed because a second definition ends the process without an exception.
+    torchvision registers fake kernels for these operators. ``module`` is torchvision.extension; its import loads the
+    library. PyPI's build of the library requires a CUDA build of torch. The check is needed because a second definition
+    ends the process without an exception.
     """
     import torch
 
@@ -85,12 +86,12 @@ def _define_missing_schemas(module: ModuleType) -> None:
 
 
 def _pin_no_memory(module: ModuleType) -> None:
-    """Removes the call into CUDA that pins host memory for return_routed_experts."""
+    """Removes the CUDA call that pins host memory for return_routed_experts."""
     module._cuda_host_register = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
 
 
 def _allow_seeds(module: ModuleType) -> None:
-    """Adds the CPU attention backend to the backends of --enable-deterministic-inference, which seeds need."""
+    """Allows the CPU attention backend with --enable-deterministic-inference, which seeds require."""
     module.add_deterministic_attention_backend_choices([ATTENTION])
     module.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
 
@@ -98,27 +99,27 @@ def _allow_seeds(module: ModuleType) -> None:
 def _keep_torch_kernels(module: ModuleType) -> None:
     """Keeps torch's kernels, because SGLang's batch-invariant kernels need Triton.
 
-    Torch's kernels on a CPU may round differently in different batches.
+    On a CPU, torch's kernels may round differently in different batches.
     """
     module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
 
 
 def install_media() -> None:
-    """Installs the changes; call it before sglang is imported."""
+    """Installs the patches for media items. Call it before sglang is imported."""
     after_import("sglang.srt.models.qwen3_vl", _take_frames)
     after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
     after_import("sglang.srt.models.qwen3_omni_moe", _pass_whole_chunks)
 
 
 def forget_features() -> None:
-    """Clears SGLang's cache of tower features, whose keys do not contain the weights that computed them."""
+    """Clears SGLang's cache of tower features, because its keys do not contain the weight version."""
     schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
     if schedule is not None and schedule.embedding_cache is not None:
         schedule.embedding_cache.clear()
 
 
 def _take_frames(module: ModuleType) -> None:
-    """Converts the items' uint8 frames to patches right before the model joins the items' tensors."""
+    """Converts the uint8 frames of items to patches, right before the model concatenates the items' tensors."""
     materialize = module.Qwen3VLForConditionalGeneration._materialize_visual_items
 
     def of_frames(model: Any, items: Sequence[Any], indices: Iterable[int], *more: Any, **named: Any) -> Any:
@@ -130,7 +131,7 @@ def _take_frames(module: ModuleType) -> None:
 
 
 def _count_deepstack(module: ModuleType) -> None:
-    """Makes Qwen3-VL-MoE add as many deepstack outputs as its config.json has; SGLang assumes three."""
+    """Makes Qwen3-VL-MoE use the number of deepstack outputs in config.json. SGLang assumes three."""
     make = module.Qwen3VLMoeForConditionalGeneration.__init__
 
     def counted(model: Any, *arguments: Any, **keywords: Any) -> None:
@@ -141,9 +142,9 @@ def _count_deepstack(module: ModuleType) -> None:
 
 
 def _pass_whole_chunks(module: ModuleType) -> None:
-    """Makes a sound's features equal to the trainer's, although the tower pads chunks to the longest of a batch.
+    """Makes the features of a sound equal to the trainer's. The tower pads chunks to the longest chunk of a batch.
 
-    Each sound passes together with a whole chunk of silence, whose rows are discarded.
+    Each sound passes together with a full chunk of silence. The silence's output rows are discarded.
     """
     import torch
 
@@ -165,9 +166,9 @@ def _pass_whole_chunks(module: ModuleType) -> None:
 
 
 def _with_patches(item: Any, device: Any) -> Any:
-    """Returns a copy of the item with patches in place of its uint8 frames.
+    """Returns a copy of the item with patches in place of uint8 frames.
 
-    The item keeps its frames, because a request that SGLang retracts needs them again.
+    The original item keeps its frames, because SGLang needs them again after it retracts a request.
     """
     import torch
 
@@ -190,18 +191,18 @@ def _model() -> Architecture:
 
 
 def install() -> None:
-    """Installs the changes; call it before sglang is imported."""
+    """Installs the patches that every server needs. Call it before sglang is imported."""
     after_import("sglang.srt.utils.weight_versions", _record_old_prefixes)
     after_import("sglang.srt.managers.scheduler", _stay_paused_without_cache)
     install_media()
 
 
 def _record_old_prefixes(module: ModuleType) -> None:
-    """Starts the version spans of a request with an empty span if older weights computed a part of its prompt.
+    """Adds an empty first version span to a request if older weights have computed a part of its prompt.
 
-    A request between two chunks of its prefill has KV cache of the old weights but no token of their version. The
-    client finds the empty span and requests the sample again. SGLang calls this function at every change of the
-    version, so it also clears the cached features of images and videos.
+    Between two chunks of its prefill, a request has KV cache of the old weights but no token of the old version. The
+    client detects the empty span and requests the sample again. SGLang calls this function at every change of the
+    version, so the function also clears the cached features of images and videos.
     """
     record = module.record_weight_version_events
 
@@ -221,7 +222,7 @@ def _record_old_prefixes(module: ModuleType) -> None:
 def _stay_paused_without_cache(module: ModuleType) -> None:
     """Keeps the server paused while the memory of its KV cache is released.
 
-    A weight update resumes the server at its end, even if another client has released the memory meanwhile.
+    A weight update resumes the server at its end, even if another client has released the memory since.
     """
     resume = module.Scheduler.continue_generation
 

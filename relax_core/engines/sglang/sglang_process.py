@@ -1,11 +1,12 @@
-"""Runs SGLang's server as an engine process: a script for the interpreter of SGLang's own environment.
+"""Runs SGLang's server as an engine process. This script runs in the interpreter of SGLang's environment.
 
     RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --listener N [flags of launch_server]
 
-The script reads the token from the file, so that no command line shows it. It serves from the listening socket with
-descriptor N, which its owner holds; without --listener it opens --port. It prints address and pid to stdout once it
-serves, keeps its files in the folder (scratch.py), and ends with all its processes when its stdin is closed. SGLang
-starts its own processes by running this file again as their main module ``__mp_main__``.
+The script reads the token from FILE, because a command line is visible to other users. It serves from the listening
+socket with descriptor N, which it inherits from the engine owner; without --listener it opens --port. When it serves,
+it prints address and pid to stdout. It keeps its files in FOLDER (scratch.py). When its stdin is closed, it ends all
+its processes and exits. SGLang starts its child processes by running this file again as the main module
+``__mp_main__``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from types import ModuleType
 from typing import Any
 
 TESTED = "0.5.23"
-FROM, BEFORE = (0, 5, 23), (0, 6)  # earlier versions lack /begin_weight_update and per-token weight versions
+FROM, BEFORE = (0, 5, 23), (0, 6)  # earlier versions lack /begin_weight_update and weight versions per token
 
 
 def version_problem(found: str) -> str | None:
-    """Returns why this version is refused, or None. Suffixes such as .post1 or rc2 do not count."""
+    """Returns why this version is refused, or None. Ignores suffixes such as .post1 or rc2."""
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
     if FROM <= numbers < BEFORE:
         return None
@@ -47,11 +48,11 @@ def version_problem(found: str) -> str | None:
 ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 TOKEN_FILE = "RELAX_ENGINE_TOKEN_FILE"
-CHILDREN_END_S = 3.0  # shorter than the owner's wait before it kills this process too
+CHILDREN_END_S = 3.0  # shorter than the time after which the engine owner kills this process
 
 
 class OurPackageAlone(MetaPathFinder):
-    """Finds relax_core but none of its neighbour packages, because SGLang's environment has its own versions."""
+    """Finds relax_core but no other package of Relax's environment, because SGLang's environment has other versions."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -66,7 +67,7 @@ class OurPackageAlone(MetaPathFinder):
 
 
 def hide_token_in_logs(token: str) -> None:
-    """Replaces the token by *** in all log records, because SGLang logs its whole configuration with the key."""
+    """Replaces the token by *** in all log records, because SGLang logs its whole configuration, including the key."""
     make = logging.getLogRecordFactory()
 
     def censored(*arguments: object, **keywords: object) -> logging.LogRecord:
@@ -80,9 +81,9 @@ def hide_token_in_logs(token: str) -> None:
 
 
 def keep_to_the_given_host() -> None:
-    """Makes torch's store of a process group listen on the given host only.
+    """Makes torch's store of a process group listen only on the given host.
 
-    Without this change it listens on every interface, without authentication.
+    By default the store listens on every interface, without authentication.
     """
     from torch.distributed import TCPStore
 
@@ -100,7 +101,7 @@ def keep_to_the_given_host() -> None:
 
 
 def prepare_process() -> None:
-    """Prepares a process of the server; every process calls it before it imports sglang."""
+    """Prepares a process of the server. Every process calls this before importing sglang."""
     sys.meta_path.append(OurPackageAlone())
     from relax_core.engines.sglang import scratch, sglang_patches
 
@@ -113,7 +114,7 @@ def prepare_process() -> None:
 
 
 def end_with_stdin() -> None:
-    """Waits until stdin is closed, then ends the server's processes and this process."""
+    """Waits until stdin is closed, then ends the child processes of the server and this process."""
     while os.read(0, 4096):
         pass
     from relax_core.engines.sglang import scratch
@@ -126,7 +127,7 @@ def end_with_stdin() -> None:
 
 
 def end_children() -> None:
-    """Kills all child processes, including those that the main thread starts meanwhile."""
+    """Kills all child processes, including processes that the main thread starts at the same time."""
     import psutil
 
     deadline = time.monotonic() + CHILDREN_END_S
@@ -140,8 +141,8 @@ def end_children() -> None:
 def serve_from(listener: socket.socket, *, token: str, ready: int) -> None:
     """Makes SGLang's HTTP server serve from ``listener``, and prove to clients that it knows the token.
 
-    An empty line on the descriptor ``ready`` reports that it accepts connections, because SGLang connects to itself
-    before it is ready.
+    The server writes an empty line to the descriptor ``ready`` when it accepts connections, because SGLang connects to
+    itself before it is ready.
     """
     import uvicorn
 
@@ -158,7 +159,7 @@ def serve_from(listener: socket.socket, *, token: str, ready: int) -> None:
 
 
 def main(arguments: list[str], *, inherited: int | None) -> None:
-    """Runs SGLang's server with its own flags until it ends; ``inherited`` is the descriptor of its listener."""
+    """Runs SGLang's server with SGLang's flags until the server ends. ``inherited`` is the listener's descriptor."""
     from importlib.metadata import version
 
     from relax_core.engines.held_port import listening_socket, url_of
@@ -166,7 +167,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
     if (problem := version_problem(version("sglang"))) is not None:
         sys.exit(problem)
     ready = os.dup(1)
-    os.dup2(2, 1)  # SGLang's output on stdout goes to the log
+    os.dup2(2, 1)  # redirects SGLang's output on stdout to the log
     threading.Thread(target=end_with_stdin, name="owner", daemon=True).start()
 
     from sglang.srt.entrypoints.http_server import launch_server
@@ -180,7 +181,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
         listener = listening_socket(server_args.host, server_args.port)
     server_args.port = listener.getsockname()[1]
     serve_from(listener, token=server_args.api_key, ready=ready)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server installs its own handler
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server installs a handler
 
     def print_ready() -> None:
         line = {"url": url_of(listener), "pid": os.getpid(), "port": server_args.port}
@@ -190,7 +191,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
 
 
 def start() -> None:
-    """Starts the server's main process; all its processes inherit the environment that is set here."""
+    """Starts the server's main process. All its child processes inherit the environment that is set here."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--token-file", required=True)
     parser.add_argument("--listener", type=int)
@@ -200,7 +201,7 @@ def start() -> None:
 
     if not torch.cuda.is_available():
         os.environ[ON_CPU] = "1"
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function of the sampler takes many seconds
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # avoids compiling a small function of the sampler for many seconds
     prepare_process()
     if os.environ.get(ON_CPU) == "1":
         from relax_core.engines.sglang.sglang_patches import CPU_FLAGS

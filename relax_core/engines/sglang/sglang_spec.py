@@ -1,4 +1,4 @@
-"""Describes SGLang as a kind of engine: command line, environment, checks, and servers that the run attaches to."""
+"""Describes SGLang as a kind of engine: command line, environment, checks, and external servers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MEDIA_PACKAGE = "relax_core.engines.sglang.media"
 SERVER = Path(__file__).with_name("sglang_process.py")
-# With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
-# C - P - 2 new tokens.
+# With a context of C tokens, SGLang refuses prompts of C - 6 or more tokens. A prompt of P tokens gets at most C - P -
+# 2 new tokens.
 SPARE_TOKENS = 7
 FEATURE_MIB = "SGLANG_VLM_CACHE_SIZE_MB"
 DEFAULT_FEATURE_MIB = 100
@@ -74,26 +74,29 @@ def command(launch: EngineStart) -> list[str]:
 
 
 def _check_head(folder: Path) -> None:
-    """Raises EngineError for a tied output layer that SGLang cannot read from the folder.
+    """Raises EngineError for a model with a tied output layer that SGLang cannot load from the folder.
 
-    Relax's loader supplies it for weights that the trainer sends, but not for those that SGLang reads itself.
+    Relax's weight loader adds the output layer to weights from the trainer, but not to weights that SGLang reads
+    itself.
     """
     config = read_hf_config(folder)
     if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
-        raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
+        raise EngineError(
+            f"{folder}: SGLang's Qwen3-MoE does not support a tied head. Use a model with a separate head."
+        )
 
 
 def _can_shard_items(folder: Path) -> bool:
-    """Returns True if SGLang's tensor-parallel ranks can share the images and videos of a model.
+    """Returns whether SGLang can distribute the images and videos of a model over its tensor-parallel ranks.
 
-    SGLang 0.5.23 splits the vision tower of Qwen3-Omni over the ranks even if images are distributed over them, so that
-    ranks would wait for each other.
+    It cannot for Qwen3-Omni: SGLang 0.5.23 also splits the vision tower over the ranks, and the ranks would wait for
+    each other.
     """
     return vision_tower(folder) is not None and audio_tower(folder) is None
 
 
 def environment(launch: EngineStart) -> dict[str, str]:
-    """Returns the environment of an SGLang server, which must not download anything."""
+    """Returns the environment of an SGLang server. The server must not download anything."""
     given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     set_compile_cache(given)
     return {
@@ -110,10 +113,10 @@ def environment(launch: EngineStart) -> dict[str, str]:
 
 
 def _media_environment(launch: EngineStart) -> dict[str, str]:
-    """Returns the variables for a model with a vision tower; SGLang then uses Relax's processor of media items.
+    """Returns the variables for a model with a vision tower: SGLang then uses Relax's media processor.
 
-    On large Hopper GPUs SGLang 0.5.23 keeps no tower features of a Qwen3-VL unless the size of their cache is set,
-    because it expects that every image is used once. A group uses its images once for each sample.
+    On large Hopper GPUs, SGLang 0.5.23 caches tower features of Qwen3-VL only if the size of the cache is set, because
+    it expects that every image is used once. In a group, every sample uses the group's images.
     """
     if vision_tower(launch.model_folder) is None:
         return {}
@@ -128,7 +131,7 @@ def _media_environment(launch: EngineStart) -> dict[str, str]:
 def flag_arguments(flags: Mapping[str, object]) -> list[str]:
     """Returns ``["--tp-size=2", "--trust-remote-code"]`` for ``{"tp-size": 2, "trust-remote-code": True}``.
 
-    A flag that is false is left out. The entries of a list follow its flag as separate arguments.
+    False flags are left out. The entries of a list follow their flag as separate arguments.
     """
     words: list[str] = []
     for name, value in flags.items():
@@ -142,22 +145,22 @@ def flag_arguments(flags: Mapping[str, object]) -> list[str]:
     return words
 
 
-PYTHON_S = 60.0  # Seconds within which an interpreter reports its SGLang version.
+PYTHON_S = 60.0  # Maximum seconds until an interpreter has reported its SGLang version.
 
 
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # families with a Relax media processor in SGLang
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # model families with a media processor of Relax
 
 
 def file_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for each unusable file, and for a model that SGLang cannot serve."""
+    """Yields a problem text for each unusable file, and for a model that SGLang cannot serve."""
     yield from sglang_file_problems(config)
     yield from vision_problems(config)
 
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, also for text data.
+    """Yields a problem text for a model with a vision tower that Relax cannot serve with SGLang, even for text data.
 
-    An unknown family yields none, because the checks of the model report it.
+    An unknown family is ignored here, because the checks of the model report it.
     """
     family = family_of_run(config)
     if family is not None and family.delta_net is not None:
@@ -173,10 +176,10 @@ def vision_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def version_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for an interpreter without SGLang or with an unsupported version."""
+    """Yields a problem text for an interpreter without SGLang or with an unsupported version."""
     engine = config.engine
     if engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
-        return  # No server is started, or the check of files has reported the interpreter.
+        return  # No server is started, or `file_problems` has reported the interpreter.
     python = engine.python or sys.executable
     ask = "from importlib.metadata import version; print(version('sglang'))"
     found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
@@ -190,10 +193,10 @@ def version_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
-    """Waits until the server is ready and returns its version.
+    """Waits until the server is ready, and returns its SGLang version.
 
-    Raises EngineError if the version is not supported, the server refuses the token, it is not ready within
-    ``timeout_s`` seconds, or it does not support the sampling settings of ``rollout``.
+    Raises EngineError if the version is not supported, the server refuses the token, the server is not ready within
+    ``timeout_s`` seconds, or the server does not support the sampling settings of ``rollout``.
     """
     wait_ready(client, timeout_s=timeout_s)
     info = client.server_info()
@@ -205,7 +208,7 @@ def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConf
 
 
 def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """Returns why the server cannot find the stop strings of ``rollout``, or None if it can."""
+    """Returns why the server cannot detect the stop strings of ``rollout``; None if it can."""
     if rollout.stop and info.get("skip_tokenizer_init"):
         return (
             "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without this "
@@ -215,9 +218,9 @@ def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
 
 
 def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """Returns why the server cannot return kept sets or cannot sample under min_p, or None if it can.
+    """Returns why the server cannot return kept sets or sample with min_p; None if it can.
 
-    ``info`` holds the settings that the server was started with.
+    ``info`` has the settings of the server's start.
     """
     most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
     if not isinstance(most, int):
@@ -259,7 +262,7 @@ def _attach(client: SglangClient, timeout_s: float, rollout: Any) -> None:
     from relax_core.engines.sglang.sglang_spec import check_server
 
     check_server(client, timeout_s=timeout_s, rollout=rollout)
-    client.forget_weights()  # They are from another run, or from this run before it resumed from a checkpoint.
+    client.forget_weights()  # The weights are from another run, or from this run before it resumed from a checkpoint.
 
 
 SPEC = EngineSpec(
@@ -276,7 +279,7 @@ SPEC = EngineSpec(
     on_gpus=True,
     scratch=True,
     transports=frozenset({"shared_memory", "gloo", "nccl", "disk"}),
-    memory_mib=1450,  # Its three processes take as much on a CPU (docs/sglang.md).
+    memory_mib=1450,  # Memory of its three processes on a CPU (docs/sglang.md).
     whole_cache=True,
     media=frozenset({"image", "video", "audio"}),
     attached_media=frozenset({"image"}),

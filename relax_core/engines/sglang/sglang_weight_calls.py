@@ -1,4 +1,4 @@
-"""Sends weights to an SGLang server through its own routes; Relax's loader inside the server compares digests."""
+"""Sends weights to an SGLang server through SGLang's routes. Relax's loader inside the server compares digests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from relax_core.weights.transports import WeightGroupAddress
 
 
 class SenderLock:
-    """Holds a file lock next to the versions, which all senders to the server at ``url`` share, on any host.
+    """Implements a file lock for all senders of weights to the server at ``url``, on any host.
 
-    SGLang has no such lock: a sender that resumes the server also resumes it during another sender's update, which then
-    waits for all running samples. The kernel releases the lock when its holder's process ends. A holder may be
-    suspended, so no sender waits longer than ``timeout_s`` seconds.
+    The lock file is in the folder of the versions. SGLang has no such lock: a sender could resume the server during
+    another sender's update, which would then wait for all running samples. The kernel releases the lock when the
+    process of its holder ends. Because a holder may be suspended, a sender waits at most ``timeout_s`` seconds.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -44,7 +44,7 @@ class SenderLock:
         self._held = ExitStack()
 
     def take(self, folder: Path) -> None:
-        """Takes the lock in the folder of the versions, after releasing a lock that this sender still holds.
+        """Acquires the lock in the folder of the versions. First releases a lock that this sender still has.
 
         Raises EngineUnreachable if another sender keeps the lock, and EngineError if the file cannot be created or
         locked.
@@ -61,7 +61,7 @@ class SenderLock:
             raise EngineError(f"engine {self._url}: weights cannot be sent: {error}") from error
 
     def give_back(self) -> None:
-        """Releases the lock; does nothing if this sender does not hold it."""
+        """Releases the lock. Does nothing if this sender does not have the lock."""
         self._held.close()
 
 
@@ -81,10 +81,9 @@ class _Checksums(msgspec.Struct):
 class SglangWeightCalls(EngineClient):
     """Implements `WeightReceiver` for SGLang.
 
-    SGLang loads into the model that it serves, so that each update pauses it in place; running samples then continue
-    with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder`` is the
-    folder of the run's versions. It has the lock of the senders of broadcasts and files; None if there is no other
-    sender.
+    SGLang loads directly into the served model, so each update pauses the server in place. Running samples then
+    continue with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder``
+    is the folder of the run's versions, which contains the senders' lock; it is None if there is no other sender.
     """
 
     has_loader = True
@@ -96,7 +95,7 @@ class SglangWeightCalls(EngineClient):
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Makes each of the server's ranks map the published file, compare every digest, and then load the file."""
+        """Makes each rank of the server map the published file, compare all digests, and then load the file."""
         start = time.perf_counter()
         with self._sending(self.weights_folder or Path(manifest.path).parents[1]):
             if self._version_in_force() >= manifest.version:
@@ -105,9 +104,9 @@ class SglangWeightCalls(EngineClient):
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads the published file as `update_weights` does, because SGLang's own loader checks nothing.
+        """Does the same as `update_weights`, because SGLang's loader of folders compares no digests.
 
-        All of the server's nodes must see the file and its folder under the same path.
+        On all nodes of the server, the file and its folder must have the same path.
         """
         return self.update_weights(manifest)
 
@@ -129,10 +128,10 @@ class SglangWeightCalls(EngineClient):
 
     # -- an external server -------------------------------------------------------------------------------------------
     def _load_at_attached(self, manifest: WeightManifest) -> None:
-        """Makes SGLang load the published file's folder; compares the file's digests here, before and after.
+        """Makes SGLang load the published file's folder. Compares the file's digests here, before and after the load.
 
-        The load of the first version also checks that the server's loader writes all parameters. Later versions have
-        the same tensor names.
+        For the first version, also checks that the server's loader writes all parameters. Later versions have the same
+        tensor names.
         """
         self._check_file(manifest)
         with self._standing_still():
@@ -150,10 +149,10 @@ class SglangWeightCalls(EngineClient):
                 raise
 
     def _check_all_written(self, manifest: WeightManifest) -> None:
-        """Loads the folder twice, the second time over random numbers; raises EngineError if the results differ.
+        """Loads the folder twice, the second time over random numbers. Raises EngineError if the results differ.
 
-        SGLang's loaders skip tensors with unknown names. Elements that a load does not write keep their old values. The
-        version stays unknown meanwhile, so that no prompt is sent.
+        SGLang's loaders skip tensors with unknown names, and elements without a new value keep their old value. During
+        the check, the weight version is unknown, so that no prompt is sent.
         """
         self._load_folder(manifest, version=UNKNOWN_VERSION)
         loaded = self._checksums()
@@ -168,7 +167,7 @@ class SglangWeightCalls(EngineClient):
             raise EngineError(f"engine {self.url} /update_weights_from_disk: {not_written(missing)}")
 
     def _checksums(self) -> dict[tuple[int, str], str]:
-        """Returns the checksum of each of the server's tensors by the rank's index in the reply and tensor name."""
+        """Returns (index of the rank in the reply, tensor name) → checksum, for all tensors of the server."""
         asked = {"action": "checksum", "selector": "target"}
         ranks = self._call("POST", "/weights_checker", asked, needs=_Checksums)["ranks"]
         return {(place, name): digest for place, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
@@ -192,18 +191,18 @@ class SglangWeightCalls(EngineClient):
 
     # -- a collective group -------------------------------------------------------------------------------------------
     def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
-        """Joins the group; SGLang has no deadline for it, so only the call's deadline applies."""
+        """Joins the group. SGLang has no deadline for joining, so only the deadline of the call applies."""
         with self._released_if_unreachable():
             return self._call("POST", "/init_weights_update_group", group_body(address))
 
     def begin_weight_update(self) -> dict[str, Any]:
-        """Pauses the server, opens a session, and starts the digest of the received tensors."""
+        """Pauses the server, opens a session, and starts to compute the digest of received tensors."""
         self._session_start = time.perf_counter()
         if self.weights_folder is not None:
             self._lock.take(self.weights_folder)
         try:
             self._begin()
-        except EngineError:  # no session is open, so there is none to abandon
+        except EngineError:  # no session is open
             self._lock.give_back()
             raise
         try:
@@ -217,14 +216,14 @@ class SglangWeightCalls(EngineClient):
         return {}
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Receives one broadcast; ``version`` is sent at the session's end, once the digest agrees."""
+        """Makes the server receive one broadcast. `end_weight_update` sets the version, after comparing the digest."""
         self._received = True
         body = tensors_body(tensors, group=group) | {"flush_cache": False}
         with self._released_if_unreachable():
             return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
-        """Ends a failed session; if tensors were received, the server serves nothing until other weights are loaded."""
+        """Ends a failed session. If tensors were received, the server serves nothing until other weights are loaded."""
         try:
             self._abandon()
         finally:
@@ -234,8 +233,8 @@ class SglangWeightCalls(EngineClient):
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Compares the digest and serves the weights.
 
-        If the digest differs, the model already has wrong tensors, and the server serves nothing until other weights
-        are loaded.
+        If the digest differs, the model already contains wrong tensors. The server then serves nothing until other
+        weights are loaded.
         """
         try:
             with self._loading():
@@ -249,7 +248,7 @@ class SglangWeightCalls(EngineClient):
 
     @contextmanager
     def _released_if_unreachable(self) -> Iterator[None]:
-        """Releases the lock if the server does not answer; the next sender closes this sender's session."""
+        """Releases the lock if the server does not answer. The next sender then closes the open session."""
         try:
             yield
         except EngineUnreachable:
@@ -268,7 +267,7 @@ class SglangWeightCalls(EngineClient):
     def _begin(self) -> None:
         """Pauses the server and opens a session.
 
-        A session that is already open is left from a failed sender, possibly with tensors in the model; it is closed.
+        An open session of a failed sender is closed first. The model may contain tensors of this session.
         """
         self._received = False
         self._call("POST", "/pause_generation", {"mode": "in_place"})
@@ -286,8 +285,8 @@ class SglangWeightCalls(EngineClient):
     def _loading(self) -> Iterator[None]:
         """Ends the session after the block.
 
-        If the block fails with tensors in the model, the server serves nothing until other weights are loaded. A server
-        that does not answer stays paused with its session open; the next sender closes the session.
+        If the block fails and the model contains new tensors, the server serves nothing until other weights are loaded.
+        A server that does not answer stays paused with an open session, which the next sender closes.
         """
         try:
             yield
@@ -328,7 +327,7 @@ class SglangWeightCalls(EngineClient):
         self._go_on()
 
     def _give_up(self) -> None:
-        """Aborts all requests and marks the weights as unknown, because the model holds no complete version."""
+        """Aborts all requests and sets the weight version to unknown, because the model has no complete version."""
         self._call("POST", "/abort_request", {"abort_all": True})
         self._rename_weights(UNKNOWN_VERSION)
 
@@ -345,9 +344,9 @@ class SglangWeightCalls(EngineClient):
         self._call("POST", "/update_weights_from_tensor", body)
 
     def _outcome(self, order: Callable[[str], Order], *, folder: Path | None = None) -> list[Outcome]:
-        """Sends an order; returns the outcome at each of the server's ranks, which write it below ``folder``.
+        """Sends an order and returns the outcome at each rank of the server. The ranks write outcomes below ``folder``.
 
-        The default is this host's folder for temporary files.
+        The default of ``folder`` is this host's folder for temporary files.
         """
         try:
             with tempfile.TemporaryDirectory(prefix="relax-weights-", dir=folder) as outcomes:
@@ -356,7 +355,8 @@ class SglangWeightCalls(EngineClient):
                 return [_outcomes.decode(file.read_bytes()) for file in files]
         except OSError as error:
             raise EngineError(
-                f"{self._where}: a rank of the server has written no outcome, and must see this folder: {error}"
+                f"{self._where}: a rank of the server has not written its outcome; all ranks must have access to this "
+                f"folder: {error}"
             ) from error
 
     def _version_in_force(self) -> int:
@@ -368,9 +368,9 @@ class SglangWeightCalls(EngineClient):
 
 
 def _is_parameter(name: str) -> bool:
-    """Returns whether SGLang's tensor is loaded from weights.
+    """Returns whether a tensor of SGLang's model is loaded from weights.
 
-    Other tensors, such as tables of rotary positions and scales of quantization, are computed.
+    All other tensors, such as tables of rotary positions and scales of quantization, are computed.
     """
     last = name.rpartition(".")[2]
     return ("weight" in last or "bias" in last) and not last.endswith("_scale")

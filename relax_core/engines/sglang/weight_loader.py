@@ -1,4 +1,4 @@
-"""Loads weights inside SGLang as its --custom-weight-loader, and compares digests before the weights are served."""
+"""SGLang's --custom-weight-loader: loads weights inside SGLang, and compares digests before the weights are served."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from relax_core.engines.sglang.weight_orders import Attest, LoadFile, Outcome, W
 from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-_watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tensors that it has loaded since `watch`
+_watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tensors that the model has loaded since `watch`
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """Holds the digest of a model's loaded frozen tensors, and the names of the parameters that they fill."""
+    """Holds the digest of a model's loaded frozen tensors, and the names of the parameters that these tensors fill."""
 
     digest: str
     parameters: frozenset[str]
 
 
-_frozen: dict[int, Frozen] = {}  # id of a model → the frozen tensors that it holds
+_frozen: dict[int, Frozen] = {}  # id of a model → the model's frozen tensors
 
 
 def follow(model: Any, named_tensors: NamedTensors) -> None:
-    """Executes the orders that are sent as the tensors' names (weight_orders.py)."""
+    """Executes orders, which are sent as names of tensors (weight_orders.py)."""
     for name, _ in named_tensors:
         match read_order(name):
             case LoadFile(manifest=manifest, outcome=outcome):
@@ -44,11 +44,11 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
 
 
 def load_file(model: Any, manifest: WeightManifest) -> Outcome:
-    """Loads a published file after comparing all its digests; the outcome has the reason of a failed or partial load.
+    """Compares all digests of a published file, then loads it. The outcome has the reason of a failed or partial load.
 
-    Frozen tensors are loaded too unless the model holds those with the same digest.
+    Frozen tensors are loaded only if the model does not have frozen tensors with the same digest.
     """
-    frozen, held = manifest.frozen, _frozen.pop(id(model), None)  # After a load that fails, nothing counts as held.
+    frozen, held = manifest.frozen, _frozen.pop(id(model), None)  # forgotten if the load fails
     if frozen is None or held is None or held.digest != frozen.digest:
         held = None
     tensors = read_weights(manifest, with_frozen=held is None)
@@ -69,9 +69,9 @@ def load_file(model: Any, manifest: WeightManifest) -> Outcome:
 
 
 def _frozen_in(model: Any, digest: str) -> Frozen | None:
-    """Returns the parameters that the frozen tensors have just filled.
+    """Returns the parameters that the frozen tensors have filled; call it right after their load.
 
-    Returns None if a parameter also holds other tensors, because frozen and trained tensors are then loaded together.
+    Returns None if a parameter is only partly filled: such a parameter needs frozen and trained tensors in one load.
     """
     empty = {name: torch.isnan(parameter.data) for name, parameter in _from_weights(model)}
     if any(bool(mask.any()) and not bool(mask.all()) for mask in empty.values()):
@@ -80,7 +80,7 @@ def _frozen_in(model: Any, digest: str) -> Frozen | None:
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors, and the embedding again as the head for SGLang's Qwen3-MoE, which has a separate head."""
+    """Yields the tensors. For SGLang's Qwen3-MoE with its separate head, yields a tied embedding also as the head."""
     inner = getattr(model, "thinker", model)  # Qwen3-Omni's language model
     head_apart = getattr(inner, "lm_head", None) is not getattr(inner.model, "embed_tokens", None)
     for name, tensor in named_tensors:
@@ -90,7 +90,7 @@ def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[st
 
 
 def watch(model: Any) -> None:
-    """Adds every tensor that the model loads to a digest, until `attest`."""
+    """Starts a digest of every tensor that the model loads until `attest`."""
     _frozen.pop(id(model), None)
     load = type(model).load_weights
     digest = _watched[id(model)] = TensorsDigest()
@@ -107,7 +107,7 @@ def watch(model: Any) -> None:
 
 
 def attest(model: Any, digest: str) -> Outcome:
-    """Checks that the tensors since `watch` are the published tensors and that the model has loaded all of them."""
+    """Checks that the tensors since `watch` are the published tensors, and that all parameters were written."""
     if id(model) not in _watched:
         return Outcome("no digest was kept of the tensors that came in")
     del model.load_weights
@@ -119,10 +119,10 @@ def attest(model: Any, digest: str) -> Outcome:
 
 
 def emptied(model: Any, named_tensors: NamedTensors, *, keep: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors, and fills the model's parameters except ``keep`` with NaN before the first of them.
+    """Yields the tensors. Before the first tensor, fills the model's parameters, except ``keep``, with NaN.
 
-    SGLang's models silently skip tensors with unknown names. `never_written` then finds the parameters without a value
-    after a load. A version always has all tensors except frozen tensors that the model holds.
+    SGLang's models silently skip tensors with unknown names. After a load, `never_written` finds the parameters that
+    still have NaN. A version always has all tensors, except frozen tensors that the model already has.
     """
     filled = False
     for name, tensor in named_tensors:
@@ -135,13 +135,13 @@ def emptied(model: Any, named_tensors: NamedTensors, *, keep: Collection[str] = 
 
 
 def never_written(model: Any) -> str | None:
-    """Returns an error that names the parameters with elements that no tensor has set since `emptied`, or None."""
+    """Returns an error text with the parameters that still have elements of `emptied`, or None."""
     missing = [name for name, parameter in _from_weights(model) if bool(torch.isnan(parameter.data).any())]
     return not_written(missing) if missing else None
 
 
 def _from_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters that come from weights; scales of quantization are SGLang's own."""
+    """Yields the parameters that are loaded from weights. SGLang computes scales of quantization."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not name.endswith("_scale"):
             yield name, parameter

@@ -1,8 +1,8 @@
-"""Defines the orders from Relax's client to its loader inside SGLang's server, and encodes them for SGLang's route.
+"""Defines and encodes the orders from Relax's client to Relax's weight loader inside SGLang's server.
 
-/update_weights_from_tensor takes a pickled list of (name, tensor) and the import path of a loader. The name is the
-order, and the tensor is empty. The few bytes of pickle are written without the pickle module and hold one text. Relax
-never reads a pickle.
+SGLang's route /update_weights_from_tensor accepts a pickled list of (name, tensor) and the import path of a loader. The
+order is sent as the name; the tensor is empty. The few bytes of the pickle are written without the pickle module and
+contain only the order's text. Relax never reads a pickle.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 
 from relax_core.contracts.engine import WeightManifest
 
-NAMED = 5  # parameters that an error names
+NAMED = 5  # maximum parameters in an error text
 
 
 class LoadFile(msgspec.Struct, frozen=True, tag="load"):
     """Orders the ranks to compare the published file's digests, then to load it.
 
-    Rank r writes its `Outcome` to the file ``outcome``.r, because an exception would end the server, and SGLang returns
-    nothing else.
+    Rank r writes its `Outcome` to the file ``outcome``.r. It cannot report errors otherwise: an exception would end the
+    server, and SGLang returns no result.
     """
 
     manifest: WeightManifest
@@ -29,24 +29,24 @@ class LoadFile(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Orders the ranks to compute a digest of the tensors that SGLang's own broadcast delivers from now on."""
+    """Orders the ranks to compute a digest of the tensors that they receive by SGLang's broadcast from now on."""
 
 
 class Attest(msgspec.Struct, frozen=True, tag="attest"):
-    """Orders the ranks to end `Watch` and to compare its digest with ``digest``; for ``outcome`` see `LoadFile`."""
+    """Orders the ranks to end `Watch` and to compare its digest with ``digest``. For ``outcome`` see `LoadFile`."""
 
     digest: str
     outcome: str
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """Orders nothing; the call that carries it sets the server's weight version, also in the spans of each sample."""
+    """Orders nothing. The call with this order sets the server's weight version, also in the spans of each sample."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """Holds the outcome of an order at one rank.
 
-    ``error`` is the reason of a failure, or None. ``changed`` is True if tensors were written before the failure.
+    ``error`` is the reason of a failure, or None. ``changed`` is True if the model was changed before the failure.
     """
 
     error: str | None
@@ -66,12 +66,12 @@ def order_payload(order: Order) -> str:
 
 
 def read_order(name: str) -> Order:
-    """Reads the order that is sent as a tensor's name."""
+    """Decodes an order from the name of a tensor."""
     return _decoder.decode(name)
 
 
 def not_written(parameters: Sequence[str]) -> str:
-    """Returns the error text for a version whose tensors SGLang has skipped, so that ``parameters`` lack values."""
+    """Returns the error text for a version with tensors that SGLang has skipped; ``parameters`` lack values."""
     more = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
     names = ", ".join(parameters[:NAMED])
-    return f"SGLang took no weights, or not all, for {len(parameters)} of its parameters: {names}{more}"
+    return f"SGLang has not loaded all weights for {len(parameters)} of its parameters: {names}{more}"

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to a ClearML server, or stores them for a later import."""
+"""Sends a run's metrics to a ClearML server, or stores the metrics for a later import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "clearml"  # in the run's folder, with offline=true
 
 @dataclass(frozen=True)
 class ClearmlConfig(SinkConfig):
-    """Holds the keys of the sink; ``task`` is the task's name, by default that of the run's folder."""
+    """Holds the sink's config keys. ``task`` is the name of the task, by default the name of the run's folder."""
 
     name: str = "clearml"
     project: str = "relax"
@@ -29,7 +29,7 @@ class ClearmlConfig(SinkConfig):
 
 
 def check(config: ClearmlConfig) -> None:
-    """Raises ValueError if the library is missing, or if it has no credentials and ``offline`` is False."""
+    """Raises ValueError if the library is missing, or if the credentials are missing and ``offline`` is False."""
     key = "tracker.sinks.clearml"
     if find_spec("clearml") is None:
         raise ValueError(f"{key} needs the package clearml: pip install 'relax-core[clearml]'.")
@@ -39,7 +39,10 @@ def check(config: ClearmlConfig) -> None:
 
 
 class ClearmlSink(BaseSink):
-    """Writes to one task of ClearML. A resumed run has a new task, whose metrics continue at its step."""
+    """Writes to one ClearML task. A resumed run creates a new task.
+
+    The metrics of the new task continue at the resumed step.
+    """
 
     def __init__(self, start: SinkStart, config: ClearmlConfig) -> None:
         if config.offline:
@@ -48,7 +51,8 @@ class ClearmlSink(BaseSink):
 
         if config.offline:
             Task.set_offline(offline_mode=True)
-        # Otherwise a thread starts git while the library forks; the fork holds the pipe to git and close() waits 300 s.
+        # Without this, a thread starts git while the library forks. The fork inherits the pipe to git, so close() waits
+        # 300 s.
         Task.force_store_standalone_script(force=True)
         self._task: Any = Task.init(
             project_name=config.project,

@@ -1,7 +1,7 @@
 """Writes the metrics and texts of the event log to files: JSON lines, and TensorBoard event files.
 
-A sink opens its file with its first batch. A batch is written whole or not at all, so that a file stays readable even
-if the disk was full for a while.
+A sink opens its file at the first batch. A batch is written completely or not at all. So a file stays readable even if
+the disk was full for a while.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class JsonlSink(BaseSink):
 class TensorBoardSink(BaseSink):
     """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
-    A resume becomes a session start, so that TensorBoard hides the steps that it undid. The first `SHOWN_ROWS` rows of
-    each text and the run's configuration are in the text dashboard. It does not use EventFileWriter, because a full
-    disk kills the thread of that class.
+    A resume is written as a session start. So TensorBoard hides the undone steps. The text dashboard shows the run's
+    configuration and the first `SHOWN_ROWS` rows of each text record. This class does not use EventFileWriter, because
+    a full disk kills the thread of EventFileWriter.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -114,7 +114,8 @@ def _event(record: Record) -> Any:
             bucket_limit=record.limits,
             bucket=record.counts,
         )
-        # TensorBoard takes the type of a tag from its first event, so a histogram must not share a number's tag.
+        # TensorBoard takes the type of a tag from its first event. So a histogram and a number must have different
+        # tags.
         values = [Summary.Value(tag=f"{record.source}/{record.name}/{DISTRIBUTION}", histo=histogram)]
     elif is_resume(record):
         return Event(session_log=SessionLog(status=SessionLog.START), wall_time=record.time_s, step=record.step)
@@ -126,7 +127,7 @@ def _event(record: Record) -> Any:
 
 
 def _markdown(row: Mapping[str, TextCell]) -> str:
-    """Returns a row as Markdown in which its texts are code blocks, so that nothing in them is markup."""
+    """Returns a row as Markdown. Texts become code blocks, so that no part of a text is rendered as markup."""
     return "\n\n".join(f"**{name}**\n\n{_code(str(value))}" for name, value in row.items())
 
 

@@ -1,4 +1,4 @@
-"""Writes a run's metrics to an MLflow tracking server, or to a database file in the run's folder."""
+"""Writes a run's metrics to an MLflow server, or to a database file in the run's folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import yaml
 
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart, TextRecord
 
-ID_FILE = "mlflow_run_id"  # in the run's folder: a resumed run continues the same run of MLflow
-DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, if no uri is given
+ID_FILE = "mlflow_run_id"  # file in the run's folder with the id of the MLflow run, for a resumed run
+DATABASE, FILES = "mlflow.db", "mlflow_files"  # database in the run's folder, if no uri is set
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARACTERS = 1000, 100, 500  # MLflow's limits for a batch and for a value
-_INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # MLflow refuses these characters in a name
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # MLflow rejects these characters in a name
 
 
 @dataclass(frozen=True)
 class MlflowConfig(SinkConfig):
-    """Holds the keys of the sink.
+    """Holds the sink's config keys.
 
-    ``uri`` is the tracking server's address, by default a database file in the run's folder (``mlflow ui
-    --backend-store-uri sqlite:///RUN/mlflow.db``). ``run`` is the run's name, by default its folder's name.
+    ``uri`` is the address of the tracking server, by default a database file in the run's folder. Show the file with
+    ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``. ``run`` is the name of the run in MLflow, by default the
+    name of the run's folder.
     """
 
     name: str = "mlflow"
@@ -36,7 +37,7 @@ class MlflowConfig(SinkConfig):
 
 
 def check(config: MlflowConfig) -> None:
-    """Raises ValueError if a library is missing, and for an unsupported ``uri``."""
+    """Raises ValueError if a library is missing or ``uri`` is not supported."""
     key = "tracker.sinks.mlflow"
     missing = [name for name in ("mlflow", "sqlalchemy", "alembic") if find_spec(name) is None]
     if missing:
@@ -46,7 +47,7 @@ def check(config: MlflowConfig) -> None:
 
 
 class MlflowSink(BaseSink):
-    """Writes to one run of MLflow, which a resumed run continues."""
+    """Writes to one MLflow run. A resumed run continues the same MLflow run."""
 
     def __init__(self, start: SinkStart, config: MlflowConfig) -> None:
         from mlflow import MlflowClient
@@ -64,7 +65,7 @@ class MlflowSink(BaseSink):
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(config.experiment)
-        # Without a server, MLflow would put the files into the folder from which the run was started.
+        # Without this, MLflow without a server would put the files into the current folder.
         files = (start.run_dir / FILES).absolute().as_uri() if config.uri is None else None
         experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, files)
         run = self._client.create_run(experiment, run_name=config.run or start.run_dir.name)
@@ -77,7 +78,7 @@ class MlflowSink(BaseSink):
         return str(run.info.run_id)
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Logs the metrics, and the texts of an evaluation as a JSON file of the run."""
+        """Logs the metrics, and logs the texts of an evaluation as a JSON artifact."""
         from mlflow.entities import Metric
 
         metrics = (
@@ -97,7 +98,7 @@ class MlflowSink(BaseSink):
                 self._client.log_text(self._run_id, text, f"texts/{record.kind}_{record.step}.json")
 
     def close(self) -> None:
-        """Marks the run as finished; a resumed run continues it."""
+        """Marks the MLflow run as finished. A resumed run continues it anyway."""
         self._client.set_terminated(self._run_id)
 
 

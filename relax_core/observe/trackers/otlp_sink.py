@@ -22,9 +22,10 @@ CLIENT = "opentelemetry-exporter-otlp-proto-http"
 
 @dataclass(frozen=True)
 class OtlpConfig(SinkConfig):
-    """Holds the keys of the sink.
+    """Holds the sink's config keys.
 
-    ``headers_file`` is a JSON file with further headers, such as a key of the collector; its owner alone may read it.
+    ``headers_file`` is a JSON file with further headers, such as an API key. Only the file's owner may have read
+    access.
     """
 
     name: str = "otlp"
@@ -34,7 +35,7 @@ class OtlpConfig(SinkConfig):
 
 
 def check(config: OtlpConfig) -> None:
-    """Raises ValueError if the client is missing, or the endpoint, the timeout or the file of headers is invalid."""
+    """Raises ValueError if the client is missing, or if the endpoint, the timeout or the headers file is invalid."""
     key = "tracker.sinks.otlp"
     if not config.endpoint.startswith(("http://", "https://")):
         raise ValueError(f"{key}.endpoint={config.endpoint}: give http(s)://HOST:4318/v1/metrics.")
@@ -84,7 +85,10 @@ class OtlpSink(BaseSink):
         self._run = start.run_dir.name
 
     def _refuse(self, response: requests.Response, *_: object, **__: object) -> None:
-        """Raises HTTPError for a status other than 2xx: the client takes 3xx for success and waits after a 503."""
+        """Raises HTTPError for a status other than 2xx.
+
+        The client itself would take 3xx for success and wait after a 503.
+        """
         from requests import HTTPError
 
         if not 200 <= response.status_code < 300:

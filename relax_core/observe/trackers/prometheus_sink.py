@@ -17,13 +17,13 @@ from pathlib import Path
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 TOKEN_FILE, ADDRESS_FILE = "prometheus_token", "prometheus.json"  # in the run's folder
-SILENT_S = 10.0  # a client that sends nothing for this time is disconnected
+SILENT_S = 10.0  # a client is disconnected after this time without data
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @dataclass(frozen=True)
 class PrometheusConfig(SinkConfig):
-    """Holds the keys of the sink; ``port`` 0 selects a free port, which is in the run's ``prometheus.json``."""
+    """Holds the sink's config keys. ``port`` 0 selects a free port and writes it to the run's ``prometheus.json``."""
 
     name: str = "prometheus"
     host: str = "127.0.0.1"
@@ -33,11 +33,14 @@ class PrometheusConfig(SinkConfig):
 def check(config: PrometheusConfig) -> None:
     """Raises ValueError for an invalid port."""
     if not 0 <= config.port < 65536:
-        raise ValueError(f"tracker.sinks.prometheus.port={config.port}: give a port up to 65535, or 0 for a free one.")
+        raise ValueError(f"tracker.sinks.prometheus.port={config.port}: give a port up to 65535, or 0 for a free port.")
 
 
 class PrometheusSink(BaseSink):
-    """Runs the HTTP server. A request needs ``Authorization: Bearer TOKEN``, with the token in ``prometheus_token``."""
+    """Runs the HTTP server.
+
+    A request needs the header ``Authorization: Bearer TOKEN`` with the token of `TOKEN_FILE`.
+    """
 
     def __init__(self, start: SinkStart, config: PrometheusConfig) -> None:
         token = read_or_make_token(start.run_dir / TOKEN_FILE)
@@ -82,7 +85,7 @@ class PrometheusSink(BaseSink):
                     self._values.update({f"{record.source}/{name}": value for name, value in record.values.items()})
 
     def exposition(self) -> str:
-        """Returns all metrics in Prometheus' text format; values that are not finite are left out."""
+        """Returns all metrics in Prometheus' text format. Leaves out values that are not finite."""
         with self._lock:
             values = sorted(self._values.items())
         label = json.dumps(self._run, ensure_ascii=False)
@@ -100,7 +103,7 @@ class PrometheusSink(BaseSink):
 
 
 def read_or_make_token(path: Path) -> str:
-    """Returns the token in a file; if the file does not exist, it is created for its owner alone."""
+    """Returns the token in a file. If the file does not exist, creates it with access only for its owner."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

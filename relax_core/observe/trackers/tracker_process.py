@@ -1,8 +1,10 @@
-"""Sends the event log of a run to its trackers, each in a child process that stores its position in the log.
+"""Sends the event log of a run to its trackers.
 
-A tracker's position is a cursor in ``RUN/trackers/NAME.json``. While a tracker is down, slow or broken, its events stay
-in the log, and no other process waits for it. It continues from its cursor when it is up again, in the same run or in a
-resumed run. Memory, output and crashes of its library affect only its process.
+Each tracker runs in a child process, which stores its position in the log.
+
+The position of a tracker is a cursor in ``RUN/trackers/NAME.json``. While a tracker is down or slow, its events stay in
+the log, and other processes do not wait for the tracker. After a restart it continues from its cursor, also in a
+resumed run. Memory use, output and crashes of a tracker library affect only the child process.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ if TYPE_CHECKING:
     from relax_core.config.schema import TrackerConfig
 
 FOLDER = "trackers"
-LOOK_S = 0.5  # between two reads of the log
-ALIVE_S, HANGS_S = 5.0, 90.0  # interval of a child's heartbeat, and the silence after which it is killed
-SURE_S = 20.0  # a child that has run for this time is healthy
-END_S = 2.0  # deadline for children after a failed start of a run
-LEFT_S = 20.0  # a child exits this long after its controller, even if its library hangs
-LOCK_S = 60.0  # wait for the child of an earlier controller, which may still send its last events
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # between two tries after failures, doubled each time
+LOOK_S = 0.5  # pause between two reads of the log
+ALIVE_S, HANGS_S = 5.0, 90.0  # heartbeat interval of a child, and time without a heartbeat after which it is killed
+SURE_S = 20.0  # a child is healthy after running for this time
+END_S = 2.0  # time for children to end after a failed start of a run
+LEFT_S = 20.0  # a child exits this long after the controller's end, even if its library hangs
+LOCK_S = 60.0  # time to wait for a child of an earlier controller, which may still send its last events
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # pause before a retry, doubled after each failure
 
 
 class TrackerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a tracker's progress: its cursor, the number of sent events, and the reason for its last failure, or ""."""
+    """Holds a tracker's progress: the cursor, the number of sent events, and the reason for the last failure, or ""."""
 
     cursor: dict[str, int] = {}
     records: int = 0
@@ -51,7 +53,7 @@ class TrackerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tracker(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a tracker's name, its sink as a plug-in, and the sink's configuration as the user gave it."""
+    """Holds a tracker's name, its sink plug-in, and the user's configuration of the sink."""
 
     name: str
     plugin: str
@@ -59,7 +61,7 @@ class Tracker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackersStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the start parameters of a child; ``temporary`` is its private folder, which it removes."""
+    """Holds the start parameters of a child. ``temporary`` is its private folder. The child removes the folder."""
 
     run_dir: str
     temporary: str
@@ -67,9 +69,11 @@ class TrackersStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
-    """Returns the enabled trackers of ``tracker``, grouped by process: Relax's own files share one process.
+    """Returns the enabled trackers of ``tracker``, grouped by process.
 
-    No plug-in is imported. Raises ValueError if ``tracker.sinks`` is neither a list nor a mapping.
+    The trackers that write Relax's files share one process.
+
+    Imports no plug-in. Raises ValueError if ``tracker.sinks`` is neither a list nor a mapping.
     """
     from relax_core.config.plugin_types import plugins_of  # imports OmegaConf, which a child does not need
 
@@ -91,7 +95,7 @@ def read_state(run_dir: Path, name: str) -> TrackerState:
 
 # -- In the controller ------------------------------------------------------------------------------------------------
 class Trackers:
-    """Starts the child processes of a run's trackers, and restarts those that die or hang. One thread uses it."""
+    """Starts the child processes of a run's trackers, and restarts a child that dies or hangs. Not thread-safe."""
 
     def __init__(self, config: TrackerConfig, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -99,7 +103,7 @@ class Trackers:
         self._failing: set[str] = set()
 
     def check(self) -> list[str]:
-        """Restarts children that have died or hang, and returns a sentence for each tracker that has begun to fail."""
+        """Restarts dead and hanging children. Returns a sentence for each tracker that began to fail."""
         for child in self._children:
             child.keep_up()
         problems = self._problems()
@@ -108,10 +112,10 @@ class Trackers:
         return new
 
     def close(self, *, records: int, timeout_s: float) -> tuple[list[str], dict[str, int]]:
-        """Lets the trackers send the rest of the log and ends their children.
+        """Lets the trackers send the remaining events, and ends the child processes.
 
-        ``records`` is the number of events in the log. Returns a sentence for each tracker that lacks events, and
-        tracker name → number of missing events.
+        ``records`` is the number of events in the log. Returns a sentence for each tracker with missing events, and a
+        mapping tracker name → number of missing events.
         """
         deadline = time.monotonic() + timeout_s
         for child in self._children:
@@ -130,7 +134,7 @@ class Trackers:
         return lines, lacking
 
     def end(self) -> None:
-        """Ends the children that still run, even if they have unsent events."""
+        """Ends all running children, even children with unsent events."""
         for child in self._children:
             child.begin_end()
         for child in self._children:
@@ -147,11 +151,11 @@ class Trackers:
 
 
 class _TrackerChild:
-    """Manages one child process of trackers. Its output goes to ``tracker-NAME.log`` in the run's log folder."""
+    """Manages one child process. The child's output goes to ``tracker-NAME.log`` in the run's log folder."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker]) -> None:
         self.trackers = trackers
-        self.problem = ""  # why it died
+        self.problem = ""  # reason for the child's last failure
         self._run_dir = run_dir
         self._log = run_dir / "logs" / f"tracker-{trackers[0].name}.log"
         self._pause_s = FIRST_PAUSE_S
@@ -162,7 +166,7 @@ class _TrackerChild:
         self._alive_from = time.time()
         self._temporary = tempfile.mkdtemp(
             prefix=f"relax-tracker-{self.trackers[0].name}-"
-        )  # libraries leave files there
+        )  # libraries leave files in it
         self._child = Child(
             module_command("relax_core.observe.trackers.tracker_process"),
             name=f"tracker {self.trackers[0].name}",
@@ -199,7 +203,7 @@ class _TrackerChild:
         self._child.close_stdin()
 
     def end(self, *, deadline: float) -> bool:
-        """Waits for the end of the process, at most until ``deadline``. Returns whether it has sent all events."""
+        """Waits for the end of the child, at most until ``deadline``. Returns whether the child has sent all events."""
         code = self._child.wait(max(0.0, deadline - time.monotonic()))
         if code is None:
             self.problem = self.problem or "its process did not end in time"
@@ -223,7 +227,7 @@ class _TrackerChild:
 # -- In the child -----------------------------------------------------------------------------------------------------
 @dataclass
 class _Follower:
-    """Sends the log to one sink. A batch that the sink does not accept is retried after growing pauses."""
+    """Sends the log to one sink. If the sink does not accept a batch, retries it after growing pauses."""
 
     tracker: Tracker
     run_dir: Path
@@ -238,14 +242,14 @@ class _Follower:
         self._reader = EventReader(self.run_dir, cursor=self._state.cursor)
         self._sink: BaseSink | None = None
         self._batch: list[Record] = []
-        self._taken = 0  # events that were read since the last saved state
+        self._taken = 0  # events read since the last saved state
         self._pause_s, self._next_try = FIRST_PAUSE_S, 0.0
-        self._saved = False  # whether the newest state is in the file
+        self._saved = False  # whether the file has the newest state
         with suppress(OSError):  # the disk may be full
             self._save(problem="")
 
     def step(self, *, is_last: bool) -> bool:
-        """Sends the next events, and returns whether there were any and the sink accepted them."""
+        """Sends the next events. Returns True if there were events and the sink accepted them."""
         if not self._batch and time.monotonic() >= self._next_try:
             events = self._reader.read()
             self._taken += len(events)
@@ -286,7 +290,7 @@ class _Follower:
                 self._sink = _open(self.tracker, self.run_dir)
             self._sink.write(self._batch)
             self._sink.flush()
-            self._batch = []  # cleared before the state is saved, so that it is not sent again if the disk is full
+            self._batch = []  # cleared before the state is saved, so that a full disk does not cause a second send
         self._state = TrackerState(cursor=self._reader.cursor, records=self._state.records + self._taken)
         self._taken, self._saved = 0, False
         self._save(problem="")
@@ -303,7 +307,7 @@ def _open(tracker: Tracker, run_dir: Path) -> BaseSink:
     spec = find_sink(tracker.plugin)
     if tracker.plugin in FILE_SINKS:
         return spec.open(SinkStart(run_dir=run_dir), spec.config(name=tracker.plugin))
-    from relax_core.config.plugin_types import plugin_config  # imports OmegaConf, needed by such sinks only
+    from relax_core.config.plugin_types import plugin_config  # imports OmegaConf, which only such sinks need
 
     values: Mapping[str, Any] = tracker.values
     config = plugin_config("sink", tracker.plugin, values, section=f"tracker.sinks.{tracker.name}")
@@ -323,7 +327,7 @@ def _wait_for_lock(descriptor: int, name: str) -> None:
 
 
 def main() -> int:
-    """Follows the log until the standard input closes, when the controller ends; returns the exit code."""
+    """Follows the log until the standard input closes, which means that the controller ended. Returns the exit code."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackersStart)
     ending = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ending, start.temporary), daemon=True, name="parent").start()
@@ -340,7 +344,7 @@ def main() -> int:
                 follower.show_life()
         if not any(goes_on):
             ending.wait(LOOK_S)
-    ends = [follower.close() for follower in followers]  # all of them, even if one has failed
+    ends = [follower.close() for follower in followers]  # close all sinks, even if one has failed
     shutil.rmtree(start.temporary, ignore_errors=True)  # the controller may have died
     return 0 if all(ends) else 1
 

@@ -1,4 +1,4 @@
-"""Sends a run's metrics, histograms and evaluation tables to W&B, or writes them for a later `wandb sync`."""
+"""Sends a run's metrics, histograms and evaluation tables to W&B, or stores them for a later `wandb sync`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from relax_core.contracts.sink import (
     TextRecord,
 )
 
-ID_FILE = "wandb_run_id"  # in the run's folder: a resumed run continues the same run of W&B
+ID_FILE = "wandb_run_id"  # file in the run's folder with the id of the W&B run, for a resumed run
 KEY = "WANDB_API_KEY"
 
 
 @dataclass(frozen=True)
 class WandbConfig(SinkConfig):
-    """Holds the keys of the sink.
+    """Holds the sink's config keys.
 
-    ``run`` is the run's name at W&B, by default that of its folder. ``key_file`` holds an API key, readable by its
-    owner alone; without it WANDB_API_KEY or ~/.netrc has the key. The first ``rows`` rows of each evaluation become a
-    table.
+    ``run`` is the name of the run in W&B, by default the name of the run's folder. ``key_file`` has an API key, and
+    only its owner may have read access. Without ``key_file``, the key is in WANDB_API_KEY or ~/.netrc. The first
+    ``rows`` rows of each evaluation become a table.
     """
 
     name: str = "wandb"
@@ -72,7 +72,7 @@ def _in_netrc() -> bool:
 
 
 class WandbSink(BaseSink):
-    """Writes to one run of W&B. The x axis of each metric is the step of its source, such as ``actor/step``."""
+    """Writes to one W&B run. The x axis of each metric is the step of its source, such as ``actor/step``."""
 
     def __init__(self, start: SinkStart, config: WandbConfig) -> None:
         import wandb

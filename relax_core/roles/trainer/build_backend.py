@@ -37,7 +37,7 @@ def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
 
 
 def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:
-    """Builds one rank of actor, actor_fwd or reference; only the actor's is trainable."""
+    """Builds one rank of actor, actor_fwd or reference; only the model of the actor is trainable."""
     parallel = role_parallel(context.config, role)
     setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
     if role != "actor":
@@ -47,7 +47,7 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
-    """Builds a frozen teacher from ``folder``, unsharded in this process; its family may differ from the policy's."""
+    """Builds a frozen teacher from ``folder``, unsharded in this process. The policy may have another model family."""
     parallel = one_rank(context.config.parallel)
     setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address="")
     architecture = folder_architecture(folder, also=context.config.model.family)
@@ -59,7 +59,7 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
 def _build(
     context: RunContext, setup: RankSetup, *, trainable: bool, samples: SampleLog | None = None
 ) -> MegatronBackend:
-    # Imported here, because the controller and the Serve deployments import the roles without torch and Megatron.
+    # Imported here, because the controller and the Serve deployments import this package without torch and Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
     temperature = context.config.rollout.temperature
@@ -68,7 +68,7 @@ def _build(
 
 
 def build_critic(context: RunContext) -> CriticBackend:
-    """Builds the critic, which has one rank and its own learning rate if one is set."""
+    """Builds the critic, which has one rank and may have a separate learning rate."""
     from relax_core.train.critic_backend import CriticBackend
 
     optimizer = context.config.optimizer
@@ -80,7 +80,7 @@ def build_critic(context: RunContext) -> CriticBackend:
 
 
 def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
-    """Loads a published version; returns False if newer versions replaced it. Raises the errors of `read_weights`."""
+    """Loads a published version. Returns False if newer versions replaced it. Raises the errors of `read_weights`."""
     from relax_core.weights.version_file import read_weights
 
     try:
@@ -91,9 +91,10 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 
 
 def _media_reader(context: RunContext) -> MediaReader | None:
-    """Returns the reader of this node's folder.
+    """Returns the reader of this node's media folder.
 
-    On an external Ray cluster it fetches missing items from the bus, and connects to the bus at the first of them.
+    On an external Ray cluster the reader fetches missing items through the bus. It connects to the bus when the first
+    item is missing.
     """
     folder, timeout_s = context.media_folder, CALL_TIMEOUT_S
     if folder is None or context.config.launcher.ray_address is None:
@@ -121,7 +122,7 @@ def _setup(
 def store_address(context: RunContext, *, host: str) -> str:
     """Returns the rendezvous address of ranks: a new file on one host, or "host:port" on several hosts.
 
-    Rank 0 must bind the port at once, before another process takes it.
+    Rank 0 must bind the port at once, because another process could bind it before.
     """
     if host == LOOPBACK:
         return str(context.token_file.parent / f"ranks-{secrets.token_hex(8)}")

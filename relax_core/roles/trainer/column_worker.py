@@ -1,9 +1,9 @@
-"""The loop of a worker that adds columns to groups: lease, compute, write; a write returns the next lease.
+"""Implements the loop of workers that add columns to groups: lease, compute, write. A write returns the next lease.
 
-These workers wait without a timeout, because the trainer may be busy for long, for example with a checkpoint on a slow
-disk. The controller takes that into account and ends a run that stalls (`run.stall_timeout_s`); the trainer's own waits
-for groups have that limit, too. A worker that waits longer logs the awaited work and retries. Workers whose results
-must not depend on the groups' arrival times lease whole train steps.
+These workers wait for leases without a timeout, because the trainer may be busy for long, for example with a checkpoint
+on a slow disk. If the whole run stalls for `run.stall_timeout_s`, the controller ends it; the trainer's waits for
+groups have the same limit. After a timeout of one bus call a worker logs the awaited work and repeats the call. A
+worker with results that must not depend on the arrival times of groups leases whole train steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def without_timeout(call: Callable[[], T]) -> T:
-    """Returns the result of ``call``, which is repeated as long as it raises `BusTimeout`."""
+    """Repeats ``call`` while it raises `BusTimeout`. Returns its result."""
     while True:
         try:
             return call()
@@ -42,7 +42,10 @@ def without_timeout(call: Callable[[], T]) -> T:
 def write_then_lease(
     bus: Bus, lease_id: int, columns: Mapping[str, Mapping[str, bytes]], request: LeaseRequest, *, timeout_s: float
 ) -> Lease:
-    """Writes a lease's columns and returns the next lease, with one call if groups are ready within ``timeout_s``."""
+    """Writes a lease's columns and returns the next lease.
+
+    One bus call does both if groups are ready within ``timeout_s``.
+    """
     try:
         following = blocking(bus.write(lease_id, columns, then=request, timeout_s=timeout_s))
         assert following is not None, "a write with a lease request returns a lease"
@@ -53,9 +56,10 @@ def write_then_lease(
 
 
 def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeout_s: float) -> None:
-    """Gives up a lease that ended before its work was done, because its groups are leased again.
+    """Gives up a lease that ended before its work was done; the bus leases its groups again.
 
-    Raises ``lost`` again if an item is gone although the lease is held, because the bus keeps the items of a lease.
+    Raises ``lost`` again if a media item is gone and the lease is still valid. This is a bug, because the bus keeps the
+    items of a valid lease.
     """
     if isinstance(lost, MediaGone):
         try:
@@ -68,14 +72,15 @@ def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeou
     blocking(bus.release([lease.lease_id], timeout_s=timeout_s))
 
 
-SLICE_S = 5.0  # a waiting lease checks at this interval if the step needs fewer groups
+SLICE_S = 5.0  # interval in seconds at which a waiting lease checks whether the step needs fewer groups
 
 
 def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice_s: float = SLICE_S) -> Lease:
     """Leases ``request.max_groups`` groups, the groups of one train step.
 
-    It leases fewer groups only if the current step needs fewer: after the loss of a group that this task had finished,
-    only the replacement comes before that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
+    It leases fewer groups only if the current step needs fewer groups. Example: a group that this task had finished is
+    lost; then only its replacement arrives before the step is trained. Raises BusTimeout after ``timeout_s`` without
+    groups.
     """
     deadline = time.monotonic() + timeout_s
     whole = msgspec.structs.replace(request, min_groups=request.max_groups)
@@ -91,7 +96,7 @@ def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice
 
 
 def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) -> Lease | None:
-    """Leases the groups that are ready if they are all that the current step still needs; otherwise returns None."""
+    """Leases the ready groups if the current step needs no groups in addition to them; otherwise returns None."""
     try:
         ready = blocking(bus.lease(request, timeout_s=timeout_s))
     except BusTimeout:
@@ -108,12 +113,12 @@ GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded v
 
 
 class ColumnWorker(Worker):
-    """Adds columns to groups. All state is in the bus, so a restarted worker revokes its predecessor's leases.
+    """Adds columns to groups. All state is in the bus, so a restarted worker revokes the leases of its earlier process.
 
-    ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is the version of the
-    weights in use, -1 if they never change; if ``recorded``, the metrics have it for each lease. With ``whole_steps``
-    the worker leases all groups of a train step together, so that its results are bitwise independent of the groups'
-    arrival times. In a run that must be repeatable every column worker does so.
+    ``task`` is the worker's name on the bus, and ``inputs`` lists the columns that it leases. ``version`` is the
+    version of the weights in use, -1 for weights that never change. With ``recorded`` the metrics of each lease contain
+    ``version``. With ``whole_steps`` the worker leases all groups of a train step together, so its results are bitwise
+    independent of the arrival times of groups. In a repeatable run every column worker has ``whole_steps``.
     """
 
     task: str
@@ -124,7 +129,7 @@ class ColumnWorker(Worker):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepares the worker for `columns_of`; may take seconds."""
+        """Prepares the worker for `columns_of`; this may take seconds."""
 
     @abstractmethod
     def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
@@ -144,7 +149,7 @@ class ColumnWorker(Worker):
             lease_s=LEASE_S,
         )
         self.set_state("running")
-        blocking(bus.revoke(request.task, timeout_s=timeout_s))  # a killed predecessor may have left leases
+        blocking(bus.revoke(request.task, timeout_s=timeout_s))  # a killed earlier process may have left leases
 
         def next_lease() -> Lease:
             if whole_steps:
@@ -168,7 +173,7 @@ class ColumnWorker(Worker):
 
 
 class AdvantagesWorker(ColumnWorker):
-    """Computes advantages on the CPU, for algorithms that need columns of other roles or a whole train step."""
+    """Computes advantages on the CPU, for algorithms that need other roles' columns or all groups of a train step."""
 
     task = "advantages"
     recorded = False
@@ -178,7 +183,7 @@ class AdvantagesWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        """Selects the columns; uses one thread."""
+        """Selects the columns, and limits torch to one thread."""
         import torch
 
         torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""The critic role: computes the values of each step's groups and trains in lockstep with the actor.
+"""Implements the critic role, which computes the values of each step's groups and trains in the actor's train steps.
 
-The critic's model is part of the trainer's state. Therefore the actor's lead drives its updates: the critic reads the
-policy's groups from the bus, and its update ends before the lead publishes the step's weights. Both models are saved
-and loaded in one consistent snapshot, and the loss of this process counts as the loss of a rank.
+The critic's model is part of the trainer's state. Therefore the actor's lead drives the critic's updates: the critic
+reads the policy's groups from the bus, and its update ends before the lead publishes the step's weights. Policy and
+critic are saved and loaded in one consistent snapshot. The loss of this process is handled as the loss of a rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 
 class CriticTrainer(ColumnWorker):
-    """Writes the values of each step's groups with its current weights; the lead calls `begin_step` to `load`.
+    """Writes the values of each step's groups with its current weights.
 
-    All work of the model runs in one thread. Therefore the loop and the lead's calls do not interleave, and torch's
-    number of threads, which is set per thread, is the configured one.
+    The lead calls the methods `begin_step` to `load`.
+
+    All work of the model runs in one thread, so the loop and the lead's calls never run at the same time. Torch's
+    number of threads is a setting of the calling thread; this thread sets it to the configured number.
     """
 
     task = "critic"
@@ -64,9 +66,9 @@ class CriticTrainer(ColumnWorker):
         self._run("begin_step", step)
 
     def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
-        """Trains on a micro-batch of all the actor's ranks, which is packed again for the critic's single rank.
+        """Trains on a micro-batch of all actor ranks. Its groups are packed again for the critic's single rank.
 
-        The lead calls it for groups that have this critic's values, so `prepare` has run before.
+        The lead calls this method for groups with values of this critic, so `prepare` has run before.
         """
         rows = self.context.config.parallel.micro_batch_tokens
         batcher = MicroBatcher(rows, tower=self._backend.result().tower_work)
@@ -83,11 +85,11 @@ class CriticTrainer(ColumnWorker):
         self._run("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copy to ``folder``, outside of the model's thread."""
+        """Writes the copy to ``folder``, outside the model's thread."""
         self._backend.result().write_copy(folder)
 
     def drop_copy(self) -> None:
-        """Frees the copy of a checkpoint that is written."""
+        """Frees the copy after the checkpoint is written."""
         self._backend.result(timeout=0).drop_copy()
 
     def load(self, folder: Path) -> None:
@@ -95,5 +97,5 @@ class CriticTrainer(ColumnWorker):
         self._run("load", folder)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        """Calls the back end in the model's thread; raises the error of building the model if that failed."""
+        """Calls the back end in the model's thread. If the model could not be built, raises the error of the build."""
         return self._model_thread.submit(lambda: getattr(self._backend.result(), method)(*arguments)).result()

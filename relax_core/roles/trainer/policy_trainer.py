@@ -1,18 +1,18 @@
-"""Rank 0 of the actor role: it drives the trainer's other ranks, and only it leases and acknowledges groups.
+"""Implements the lead, rank 0 of the actor role. It drives all other trainer ranks, and leases and acknowledges groups.
 
-**Start** (`work`): the other ranks are found, and all ranks build the model together; the bus, the critic and the
-metrics are connected; the weight transport to the engines is chosen; a checkpoint is loaded on all ranks; the weights
-are published, so that the engines can begin.
+**Start** (`work`): the lead finds the other ranks, and all ranks build the model together. The lead connects to the
+bus, the critic and the metrics, and chooses the weight transport to the engines. All ranks load the checkpoint, if the
+run resumes. Then the lead publishes the weights, so the engines can begin.
 
 **A train step** (`_step`): lease groups as they arrive; run forward and backward of their micro-batches on all ranks
-while later groups are generated; step the optimizer, once per mini-batch and epoch; publish the weights t + 1;
-record the metrics; acknowledge the groups, which ends their samples in the ledger; save a checkpoint if one is due.
-Values, old, reference and teacher log-probs come as columns of the groups (`column_worker.py`). The controller and
-Serve take no part in a step.
+while later groups are generated; step the optimizer, once per mini-batch and epoch; publish the weights t + 1; record
+the metrics; acknowledge the groups, which ends their samples in the ledger; save a checkpoint if one is due. Values and
+the old, reference and teacher log-probs are columns of the groups (`column_worker.py`). The controller and Ray Serve
+are not involved in a step.
 
-**Shutdown** (`_train`, `work`): the loop ends after the last step or on a stop. A stop takes effect between steps, and
-in a step until its first update. Then the last checkpoint is saved, the sample log is closed, hf/ is written and the
-publisher ends.
+**Shutdown** (`_train`, `work`): the loop ends after the last step or on a stop. A stop takes effect between steps, or
+in a step before its first update. Then the lead saves the last checkpoint, closes the sample log, writes hf/ and ends
+the weight publisher.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-STOP_SLICE_S = 5.0  # the longest time in seconds until a waiting trainer notices a stop
+STOP_SLICE_S = 5.0  # longest time in seconds until a waiting trainer notices a stop
 
 
 class Stopped(Exception):
-    """Reports that the trainer was asked to stop while it waited for groups."""
+    """The trainer was asked to stop while it waited for groups."""
 
 
 class PolicyTrainer(Worker):
-    """Trains the policy from the first step to the last, together with the critic if there is one."""
+    """Trains the policy from the first step to the last, and drives the critic if the algorithm has a critic."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "rank 0 drives the other ranks"
@@ -90,7 +90,7 @@ class PolicyTrainer(Worker):
 
     # -- called by other processes ----------------------------------------------------------------------------------
     def version(self) -> int:
-        """Returns the number of train steps done."""
+        """Returns the number of finished train steps."""
         return self._version
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
@@ -109,7 +109,8 @@ class PolicyTrainer(Worker):
         self._config = config
         needed = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
-        # With several data-parallel ranks, the lead trains only its share of the groups and reads it from the bus.
+        # With several data-parallel ranks, the lead trains only its share of the groups and reads this share from the
+        # bus.
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
         self._group_tokens = 0
         self._clock = StepClock()
@@ -199,7 +200,7 @@ class PolicyTrainer(Worker):
 
     # -- one train step ---------------------------------------------------------------------------------------------
     def _step(self, lease: Lease | None) -> Lease | None:
-        """Trains one step; its first groups may be in ``lease``; returns the next step's first lease, if any."""
+        """Trains one step. ``lease`` may have the step's first groups. Returns the next step's first lease, if any."""
         step, clock, consumed = self._version, self._clock, StepGroups()
         updates: StepUpdates | None = None
         while (missing := self._plan.groups - len(consumed.leased)) > 0:
@@ -232,7 +233,7 @@ class PolicyTrainer(Worker):
     def _request(self, step: int, missing: int) -> LeaseRequest:
         """Returns the request for the step's missing groups.
 
-        The groups may come in several leases, but in at most as many as there are micro-batches.
+        The groups may come in several leases; the number of leases is at most the number of micro-batches.
         """
         fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
         return LeaseRequest(
@@ -245,10 +246,11 @@ class PolicyTrainer(Worker):
         )
 
     def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
-        """Leases groups with short timeouts, so that a stop is noticed.
+        """Leases groups with short timeouts, so the trainer notices a stop.
 
-        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. After its
-        first update a step runs to its end, because no checkpoint describes weights between two steps.
+        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that has to deliver the groups.
+        A stop is ignored after the first update of a step, because a checkpoint cannot describe weights between two
+        steps.
         """
         deadline = time.monotonic() + self._config.run.stall_timeout_s
         while True:
@@ -276,10 +278,11 @@ class PolicyTrainer(Worker):
         return groups
 
     def _publish(self, version: int, *, first: bool = False) -> None:
-        """Publishes the weights; their push runs in the background, and the next version waits for its end.
+        """Publishes the weights. The push runs in the background; the next version waits until the push has ended.
 
-        Waits out an outage of the disk or of shared memory. If shared memory has no space for the ``first`` version of
-        this process, it is probably too small for the model, so the error is raised at once.
+        During an outage of the disk or of shared memory this method waits and retries. If shared memory has no space
+        for the ``first`` version of this process, it is probably too small for the model, so the error is raised at
+        once.
         """
         self._end_push()
         if self._turns is not None:
@@ -296,9 +299,9 @@ class PolicyTrainer(Worker):
         waits: bool = True,
         progress: str = "",
     ) -> None:
-        """Passes all weights to ``write``, and again after an outage of the disk if ``waits`` is True.
+        """Passes all weights to ``write``. If ``waits`` is True, repeats this after an outage of the disk.
 
-        With ``progress`` each weight is reported as progress of a long operation of that name.
+        ``progress`` is the name of a long operation; each weight is reported as progress of this operation.
         """
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -306,7 +309,7 @@ class PolicyTrainer(Worker):
                 if progress:
                     self.report_progress(f"{progress}: {name}")
                 yield name, tensor
-                del tensor  # frees the tensor before the next tensor is made
+                del tensor  # frees the tensor before the next tensor is created
 
         def attempt() -> None:
             exported = tensors()
@@ -314,7 +317,7 @@ class PolicyTrainer(Worker):
                 write(exported)
             except OSError as error:
                 if waits and is_outage(error):
-                    for _ in exported:  # all ranks end their part of this export before they begin another
+                    for _ in exported:  # all ranks end their part of this export before the next export begins
                         pass
                 raise
 
@@ -341,15 +344,15 @@ class PolicyTrainer(Worker):
             self._halt(int(values[HACK_ONSET]))
 
     def _look_at_shadow(self, consumed: StepGroups, *, step: int) -> dict[str, float]:
-        """Returns the metrics of the reward-hacking detection (shadow_watch.py) after this step."""
+        """Updates the detection of reward hacking (shadow_watch.py) with this step, and returns its metrics."""
         groups = ([episode.parts for episode in group.episodes] for group in consumed.groups)
         self._checkpoints.shadow_watch = self._checkpoints.shadow_watch.after(shadow_counts(step, groups))
         return watch_values(self._checkpoints.shadow_watch)
 
     def _halt(self, onset: int) -> None:
-        """Ends the run, and names the checkpoint from which it can continue with another reward.
+        """Ends the run. The error names the checkpoint that a run with another reward can continue from.
 
-        Raises RuntimeError. The weights of this step are not saved, so that no run continues from them.
+        Raises RuntimeError. The weights of this step are not saved, so no run can continue from them.
         """
         self._flush_metrics()
         self._checkpoints.finish()
@@ -363,7 +366,7 @@ class PolicyTrainer(Worker):
     def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
         """Ends the step's samples in the ledger and saves a checkpoint if one is due.
 
-        Otherwise the same call leases the next step's first groups. Returns that lease, if any.
+        If no checkpoint is due, the same bus call also leases the next step's first groups. Returns this lease, if any.
         """
         version = step + 1
         due = self._due(version)
@@ -381,7 +384,7 @@ class PolicyTrainer(Worker):
         except BusTimeout:
             if then is None:
                 raise
-            lease = None  # the bus has recorded the step; the next step leases its groups with a separate call
+            lease = None  # the bus has recorded the step; a separate call leases the groups of the next step
         self._checkpoints.raise_failure()
         if due:
             with self._clock.timed("checkpoint_ms"):
@@ -390,7 +393,10 @@ class PolicyTrainer(Worker):
 
     # -- files ------------------------------------------------------------------------------------------------------
     def _save(self, version: int) -> None:
-        """Writes all metrics to disk, then saves a checkpoint: a resumed run continues the metrics from its step."""
+        """Writes all metrics to disk, then saves a checkpoint.
+
+        A resumed run continues the metrics from the checkpoint's step.
+        """
         self._flush_metrics()
         with nullcontext() if self._checkpoints.has_copy(version) else self._state_on_device():
             self._checkpoints.save(version)
@@ -434,7 +440,7 @@ class PolicyTrainer(Worker):
 
 
 def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:
-    """Returns whether groups with advantage 0 at all trained tokens are only counted, not computed."""
+    """Returns whether the trainer only counts groups with advantage 0 at all trained tokens, without computing them."""
     balances = config.model.moe_aux_loss_coef > 0
     return not (needed.every_token or needed.critic or balances)
 
@@ -446,9 +452,9 @@ LeaseT = TypeVar("LeaseT", Lease, Lease | None)
 class StepClock:
     """Holds the milliseconds of one step's parts on the lead rank.
 
-    ``wait_ms`` is the wait for groups, and ``bus_ms`` the rest of the calls that lease and acknowledge. ``push_ms`` is
-    the time of the last push, which runs in the background; only the wait for its end is in ``sync_ms``. ``stall_ms``
-    is the time for which the push stopped an engine's decoding.
+    ``wait_ms`` is the wait for groups. ``bus_ms`` is the further time of the bus calls that lease and acknowledge.
+    ``push_ms`` is the time of the last push, which runs in the background; only the wait for its end is in ``sync_ms``.
+    ``stall_ms`` is the time that an engine did not decode because of the push.
     """
 
     wait_ms: float = 0.0
@@ -468,7 +474,10 @@ class StepClock:
         self._add(part, time.perf_counter() - began)
 
     def timed_lease(self, call: Callable[[], LeaseT], *, timeout_s: float) -> LeaseT:
-        """Calls the bus for a lease; a call that raises `BusTimeout` has waited ``timeout_s`` for groups."""
+        """Calls the bus for a lease and measures the call.
+
+        A call that raises `BusTimeout` has waited ``timeout_s`` for groups.
+        """
         began = time.perf_counter()
         try:
             lease = call()
@@ -487,10 +496,10 @@ class StepClock:
 
 
 def rank_values(ranks: Sequence[RankTimes], *, now_s: float) -> dict[str, float]:
-    """Returns a step's metrics of all ranks of the policy, for a record that is made at Unix time ``now_s``.
+    """Returns a step's metrics of all policy ranks; ``now_s`` is the Unix time of their record.
 
-    A rank's ``step_ms`` is the time from its first call of the step to the end of its last call, and ``lag_ms`` the
-    time from there to the record. The clocks of several hosts are assumed to agree.
+    ``step_ms`` is the time from the start of a rank's first call in the step to the end of its last call. ``lag_ms`` is
+    the time from the end of the rank's last call to the record. The clocks of all hosts are assumed to be equal.
     """
     values: dict[str, float] = {}
     for rank, times in enumerate(ranks):
@@ -512,8 +521,8 @@ HISTOGRAM_BINS = 20
 class StepGroups:
     """Holds the groups that a step consumed.
 
-    ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` their token trees in the same order.
-    ``dropped`` maps the uids of wholly masked episodes to the reasons.
+    ``leased`` has the groups as the bus returned them, ``lease_ids`` their leases, and ``groups`` their token trees in
+    the same order. ``dropped`` maps the uids of completely masked episodes to the reasons.
     """
 
     leased: list[Group] = field(default_factory=list)
@@ -522,7 +531,7 @@ class StepGroups:
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
-        """Returns the metrics over the step's samples; metrics without data are left out."""
+        """Returns the metrics over the step's samples, without metrics that have no data."""
         episodes = [episode for group in self.groups for episode in group.episodes]
         staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
@@ -543,7 +552,7 @@ class StepGroups:
         }
 
     def _modality_values(self, *, step: int) -> dict[str, float]:
-        """Returns samples, mean reward and mean staleness by modality; a run on text has none."""
+        """Returns number of samples, mean reward and mean staleness by modality; empty in a text-only run."""
         values: dict[str, float] = {}
         for name in sorted({row.modality for row in self.leased} - {""}):
             mine = [(row, group) for row, group in zip(self.leased, self.groups, strict=True) if row.modality == name]
@@ -555,7 +564,7 @@ class StepGroups:
         return values
 
     def histograms(self, *, step: int) -> list[HistogramRecord]:
-        """Returns the distributions of the samples' lengths, staleness, rewards and, if known, mean advantages."""
+        """Returns the distributions of the samples' lengths, staleness, rewards and, if available, mean advantages."""
         staleness = np.array([step - version for row in self.leased for version in row.versions])
         advantages = [group_advantages(group) for group in self.groups]
         return [
@@ -581,7 +590,7 @@ class StepGroups:
 
 
 def integer_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
-    """Returns the distribution of integers, given in ascending order, in bins of equal width."""
+    """Returns the distribution of integers, which must be in ascending order, in bins of equal width."""
     least, largest = int(values[0]), int(values[-1])
     width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
     limits = np.arange(least + width - 1, largest + width, width)
@@ -590,7 +599,7 @@ def integer_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramR
 
 
 def real_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
-    """Returns the distribution of real numbers in bins of equal width; one bin if all are equal."""
+    """Returns the distribution of real numbers in bins of equal width; one bin if all numbers are equal."""
     values = np.sort(values.astype(np.float64))
     bins = HISTOGRAM_BINS if values[-1] > values[0] else 1
     limits = np.linspace(values[0], values[-1], bins + 1)[1:]
@@ -614,7 +623,7 @@ def _histogram(name: str, values: np.ndarray, *, limits: np.ndarray, counts: np.
 
 
 def group_advantages(group: TokenTree) -> np.ndarray | None:
-    """Returns the mean advantage of each episode's tokens, float64 ``[episodes]``; None if there are no advantages."""
+    """Returns the mean advantage of each episode's tokens, float64 ``[episodes]``; None without advantages."""
     advantages = group.of_tokens(c.ADVANTAGES)
     if advantages is None:
         return None
@@ -623,7 +632,10 @@ def group_advantages(group: TokenTree) -> np.ndarray | None:
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
-    """Returns reward metrics, given one array per group; a group of at least two equal rewards has no signal."""
+    """Returns reward metrics from one array of rewards per group.
+
+    A group of at least two equal rewards has no signal.
+    """
     rewards = np.concatenate(groups)
     several = [group for group in groups if len(group) > 1]
     values = {
@@ -638,9 +650,9 @@ def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
 
 
 def length_values(lengths: np.ndarray) -> dict[str, float]:
-    """Returns length metrics, given int64 ``[samples]`` in ascending order.
+    """Returns length metrics from lengths in ascending order, int64 ``[samples]``.
 
-    The quantile p is the smallest length that p % of the answers do not exceed.
+    The quantile p is the smallest length L such that p % of the answers have at most length L.
     """
     return {
         "response_tokens": float(lengths.mean()),
@@ -653,7 +665,7 @@ def length_values(lengths: np.ndarray) -> dict[str, float]:
 def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
     """Returns the negated mean of the engine's log-probs over the trained tokens, in nats per token.
 
-    This estimates, from samples, the entropy of the distributions that the tokens were sampled from.
+    This value is an estimate of the mean entropy of the sampling distributions.
     """
     trained = np.concatenate([group.logprobs[group.loss_mask] for group in groups])
     tokens = len(trained)
@@ -699,7 +711,7 @@ def step_values(
 
 
 def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the gap between the trainer's and the engine's log-probs over on-policy tokens, if there are any."""
+    """Returns metrics of the gap between trainer and engine log-probs over on-policy tokens, if such tokens exist."""
     if not metrics.logprob_gap_tokens:
         return {"logprob_gap_tokens": 0.0}
     return {
@@ -710,7 +722,7 @@ def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
 
 
 def critic_values(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the critic's metrics: its loss, the mean return, its algorithm's metrics and the explained variance."""
+    """Returns the critic's metrics: loss, mean return, metrics of the algorithm and explained variance."""
     found = {name: value for name, value in metrics.algorithm.items() if name not in MOMENTS}
     found |= {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "return": metrics.algorithm["return"]}
     explained = explained_variance(metrics.algorithm)

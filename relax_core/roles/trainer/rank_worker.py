@@ -1,6 +1,7 @@
-"""A rank above 0 of a role with several processes, and the parts of groups that a rank trains.
+"""Implements the ranks above 0 of a role, and reads the parts of groups that a rank trains.
 
-The rank executes the calls of the role's lead, rank 0. The lead names the parts, and the rank reads them from the bus.
+These ranks execute the calls of the role's lead, rank 0. The lead names the parts of groups, and the rank reads the
+parts from the bus.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
     """Holds adjacent episodes of one group.
 
-    ``lease_id`` is the lease by which the group is read. If a group is split into several parts, ``counts_group`` is
-    True for one of them, so that the group counts once.
+    ``lease_id`` is the lease that the rank uses to read the group. If a group is split into several parts,
+    ``counts_group`` is True for one part, so the group is counted once.
     """
 
     lease_id: int
@@ -59,7 +60,7 @@ class TreePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[TreePart]:
-    """Returns the parts for ``trees``, which are groups or parts of groups; ``lease_ids`` maps group uids to leases."""
+    """Returns the parts for ``trees``, each a group or a part of a group. ``lease_ids`` maps group uids to leases."""
     return [
         TreePart(
             lease_ids[tree.group_uid], tree.group_uid, [episode.uid for episode in tree.episodes], tree.counts_group
@@ -69,10 +70,10 @@ def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[T
 
 
 class RankGroups:
-    """Reads the groups of a step from the bus, each once per step, even if several updates train on them.
+    """Reads the groups of a step from the bus. Each group is read once per step, even if several updates train on it.
 
-    ``columns`` are those that this rank needs. ``window`` limits the age of tokens. ``timeout_s`` is the limit of
-    one read in seconds.
+    ``columns`` lists the columns that this rank needs. ``window`` limits the age of tokens. ``timeout_s`` is the time
+    limit of one read in seconds.
     """
 
     def __init__(self, bus: Bus, *, columns: Sequence[str], window: StalenessWindow, timeout_s: float) -> None:
@@ -82,14 +83,14 @@ class RankGroups:
         self._groups: dict[str, TokenTree] = {}
 
     def trees(self, step: int, parts: Sequence[TreePart]) -> list[TokenTree]:
-        """Returns the token trees of the parts for train step ``step``, in their order.
+        """Returns the token trees of the parts for train step ``step``, in the order of the parts.
 
         Raises BusTimeout if the bus does not answer within ``timeout_s``, LeaseLost if a part's lease has ended, and
         BusLost if the bus has exited.
         """
         if step != self._step:
             self._step, self._groups = step, {}
-        unread: dict[int, dict[str, None]] = {}  # lease → its groups, each once, in order
+        unread: dict[int, dict[str, None]] = {}  # lease → its group uids, each once, in order
         for part in parts:
             if part.group_uid not in self._groups:
                 unread.setdefault(part.lease_id, {})[part.group_uid] = None
@@ -112,12 +113,12 @@ def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
 
 
 def policy_groups(context: RunContext, bus: Bus) -> RankGroups:
-    """Returns the reader of a policy rank."""
+    """Returns the reader of groups for a policy rank."""
     return _rank_groups(context, bus, policy_columns(context.config))
 
 
 def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
-    """Returns the reader of the critic."""
+    """Returns the reader of groups for the critic."""
     return _rank_groups(context, bus, CRITIC_COLUMNS)
 
 
@@ -133,9 +134,9 @@ def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
 
 
 def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
-    """Returns the policy's columns: those of the rollout, the advantages, and those that the algorithm requires.
+    """Returns the policy's columns: the rollout's columns, the advantages, and the columns that the algorithm requires.
 
-    ``truncates`` is True if top_k, top_p or min_p restricts sampling.
+    ``truncates`` is True if top_k, top_p or min_p excludes tokens.
     """
     extra = [c.ADVANTAGES]
     if routing_replay:
@@ -156,17 +157,17 @@ def train_columns(requirements: Requirements, *, routing_replay: bool, truncates
 
 
 log = logging.getLogger(__name__)
-STATUS_GROUPS = {"status": 1, "files": 1}  # the status and file writes have their own threads
+STATUS_GROUPS = {"status": 1, "files": 1}  # status calls and file writes have separate threads
 
 
 class RankWorker:
     """Executes the lead's calls one after the other, in order; only status calls and file writes run concurrently.
 
-    Start it with `STATUS_GROUPS`. It belongs to one lead: a restarted lead needs new other ranks, and if this process
-    itself was restarted, the calls of its former lead raise RankLost.
+    Start this actor with `STATUS_GROUPS`. The process belongs to one lead: a restarted lead needs new processes for the
+    ranks above 0. If this process was restarted, calls of its former lead raise RankLost.
 
-    With ``ends_with_others`` the process exits if a collective breaks, and Ray restarts it. The break then reaches a
-    lead that has no connection to the rank that died.
+    With ``ends_with_others`` the process exits if a collective breaks, and Ray restarts it. So the break also reaches a
+    lead that had no connection to the rank that died.
     """
 
     role: str
@@ -180,13 +181,13 @@ class RankWorker:
         self._taken = False
         self._usage = UsageMeter()
         self._built: MegatronBackend | None = None
-        self._failure: BaseException | None = None  # the first failure of this rank's own
+        self._failure: BaseException | None = None  # the first failure that this rank caused
         self._failed_at = 0.0
         self._doing, self._since = "", time.time()
         self._wait: Wait | None = None
 
     def warm_up(self) -> None:
-        """Imports the back end, which takes seconds, while the lead imports it, too."""
+        """Imports the back end. The import takes seconds, so it runs while the lead also imports."""
         import relax_core.train.policy_backend  # noqa: F401
 
     # -- called by the lead -----------------------------------------------------------------------------------------
@@ -197,40 +198,40 @@ class RankWorker:
             self._built = build_role_backend(self._context, self.role, rank=self._rank, store_address=store_address)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls the back end and returns its answer."""
+        """Calls the back end and returns the result."""
         with self._busy(method):
             return getattr(self._backend, method)(*arguments)
 
     def follow(self, method: str, *arguments: Any) -> None:
-        """Calls the back end without returning its answer."""
+        """Calls the back end without returning the result."""
         self.call(method, *arguments)
 
     def export(self) -> None:
-        """Takes part in an export; rank 0 gets the tensors."""
+        """Does this rank's part of an export; rank 0 gets the tensors."""
         with self._busy("export"):
             for _ in self._backend.export():
                 raise AssertionError("only rank 0 gets tensors")
 
     def load_published(self, manifest: WeightManifest) -> bool:
-        """Loads a published version; returns False if newer versions have replaced it."""
+        """Loads a published version. Returns False if newer versions have replaced it."""
         with self._busy("load_weights"):
             return load_published(self._backend, manifest)
 
     @ray.method(concurrency_group="files")
     def write_copy(self, folder: Path) -> None:
-        """Writes this rank's part of a checkpoint during train steps; the lead repeats it after an outage."""
+        """Writes this rank's part of a checkpoint during train steps. The lead repeats the call after an outage."""
         with self._failures("write_copy"):
             self._backend.write_copy(folder)
 
     @ray.method(concurrency_group="files")
     def drop_copy(self) -> None:
-        """Frees the copy of a checkpoint that is written."""
+        """Frees the copy after the checkpoint is written."""
         self._backend.drop_copy()
 
     # -- called by any process --------------------------------------------------------------------------------------
     @ray.method(concurrency_group="status")
     def taken_pid(self) -> int | None:
-        """Returns this process's pid once it has a lead, else None."""
+        """Returns this process's pid if the process has a lead, else None."""
         return os.getpid() if self._taken else None
 
     @ray.method(concurrency_group="status")
@@ -306,7 +307,7 @@ class RankWorker:
 
     @contextmanager
     def _failures(self, method: str) -> Iterator[None]:
-        """Stores this rank's own first failure for `status`, because the lead may wait and not receive it."""
+        """Stores the first failure that this rank caused, for `status`. The lead may be waiting and not receive it."""
         try:
             yield
         except RankLost:
@@ -329,13 +330,13 @@ class RankWorker:
 
 
 class ActorRank(RankWorker):
-    """Runs a rank of the trainer; each role has its own class, because Ray titles a process by its class."""
+    """Runs a rank of the trainer. Each role has a separate class, because Ray titles a process by its class."""
 
     role = "actor"
     _rank_groups: RankGroups
 
     def build(self, store_address: str) -> None:
-        """Builds this rank's part of the model and connects to the bus."""
+        """Builds this rank's part of the model, and connects to the bus."""
         super().build(store_address)
         with self._busy("build"):
             self._rank_groups = policy_groups(self._context, discover_bus(self._context, self.waiting))
@@ -347,7 +348,7 @@ class ActorRank(RankWorker):
             backend.accumulate(self._rank_groups.trees(step, parts))
 
     def finish_step(self) -> RankTimes:
-        """Ends the update and returns the times of this rank."""
+        """Ends the update and returns this rank's times."""
         with self._busy("finish_step"):
             self._backend.finish_step()
             return self._backend.times

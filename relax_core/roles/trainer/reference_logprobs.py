@@ -1,4 +1,4 @@
-"""The workers of actor_fwd and reference: log-probs by a forward pass with the newest or the initial weights."""
+"""Implements the workers of actor_fwd and reference: they compute log-probs with the newest and the initial weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class ForwardWorker(ColumnWorker):
     """Writes ``column`` for every group.
 
-    With ``follow`` it uses the newest published weights. With ``replays`` and algo.routing_replay it routes each token
-    to the experts that the engine chose.
+    With ``follow`` the worker uses the newest published weights. With ``replays`` and algo.routing_replay it routes
+    each token to the experts that the engine chose.
     """
 
     inputs: tuple[str, ...] = c.FORWARD_COLUMNS
@@ -60,7 +60,7 @@ class ForwardWorker(ColumnWorker):
         except MediaGone as gone:
             if self._worker_group.alone:
                 raise
-            self._end(gone)  # the other ranks wait in a collective
+            self._end(gone)  # the other ranks are waiting in a collective
         return {
             group.group_uid: {self.column: c.encode_column(self.column, values)}
             for group, values in zip(groups, logprobs, strict=True)
@@ -69,7 +69,7 @@ class ForwardWorker(ColumnWorker):
     def _end(self, lost: RankLost | MediaGone) -> NoReturn:
         log.error("%s ends, so that all its ranks restart: %s", self.name, lost)
         logging.shutdown()
-        os._exit(1)  # Ray restarts this process, which revokes the leases and gets new other ranks
+        os._exit(1)  # Ray restarts this process, which revokes the leases and gets new ranks above 0
 
     def _load_newest(self) -> None:
         """Loads the newest published weights if they are newer than the weights in use."""
@@ -86,9 +86,9 @@ class ForwardWorker(ColumnWorker):
 
 
 class ActorFwdWorker(ForwardWorker):
-    """Computes log-probs with the trained weights; each role has a class, because Ray titles a process by its class.
+    """Computes log-probs with the trained weights. Each role has a class, because Ray titles a process by its class.
 
-    It replays the engine's routing, because it computes log-probs of the trained policy, which routes like the engine.
+    This worker replays the engine's routing, because the trained policy replays it, too.
     """
 
     task = "actor_fwd"
@@ -100,8 +100,8 @@ class ActorFwdWorker(ForwardWorker):
 class ReferenceWorker(ForwardWorker):
     """Computes log-probs with the initial weights of the run.
 
-    It uses its own routing: the engine's experts are the choice of another model, and a KL with them would compare with
-    a policy that never existed.
+    The reference routes tokens by its own router and does not replay the engine's routing. The engine's experts are the
+    choice of another model; a KL with replayed routing would compare with a policy that never existed.
     """
 
     task = "reference"

@@ -1,7 +1,7 @@
 """Saves checkpoints of the run, each a consistent snapshot of models, optimizers, random states, ledger and cursor.
 
-Each checkpoint also holds the configuration of its run. With run.keep_best the checkpoint of the best evaluation is
-kept, and run.patience ends a run that does not improve.
+Each checkpoint also contains the configuration of its run. With run.keep_best the checkpoint of the best evaluation is
+kept. run.patience ends a run that does not improve.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from relax_core.train.checkpoints.checkpoint_store import (
 
 @dataclass(frozen=True, kw_only=True)
 class BestVersion:
-    """Holds the weights ``version`` with the highest ``value``; the first version of equal values."""
+    """Holds the weight version with the highest ``value``; if several versions have this value, the first of them."""
 
     version: int
     value: float
@@ -48,9 +48,9 @@ class BestVersion:
 class BestMetric:
     """Tracks one metric of the evaluations; thread-safe.
 
-    ``metric`` is a metric of the source ``eval``, such as eval/exact. ``patience`` is the number of evaluations in a
-    row without a new best after which the run ends; 0 means never. ``candidates`` are the versions that are evaluated
-    and have a checkpoint. ``seen`` maps versions to values of the evaluations before a resume.
+    ``metric`` is a metric of the source ``eval``, such as eval/exact. The run ends after ``patience`` evaluations in a
+    row without a new best value; 0 means never. ``candidates`` are the versions with an evaluation and a checkpoint.
+    ``seen`` maps the versions that were evaluated before a resume to their values.
     """
 
     def __init__(self, metric: str, *, patience: int, candidates: Iterable[int], seen: Mapping[int, float]) -> None:
@@ -62,16 +62,16 @@ class BestMetric:
 
     @property
     def candidates(self) -> frozenset[int]:
-        """Returns the versions that are evaluated and have a checkpoint."""
+        """Returns the versions with an evaluation and a checkpoint."""
         return self._candidates
 
     def add(self, version: int, values: Mapping[str, float]) -> None:
-        """Adds an evaluation; a repeated report after a restart counts once."""
+        """Adds an evaluation. A report that is repeated after a restart counts once."""
         with self._lock:
             self._seen[version] = values[self._name]
 
     def seen(self) -> dict[int, float]:
-        """Returns the values of all evaluations so far by version."""
+        """Returns the values of all evaluations so far, by version."""
         with self._lock:
             return dict(self._seen)
 
@@ -84,7 +84,7 @@ class BestMetric:
         return BestVersion(version=version, value=seen[version])
 
     def exhausted(self) -> bool:
-        """Returns True if at least the last ``patience`` evaluations brought no new best."""
+        """Returns True if the last ``patience`` evaluations had no new best value."""
         best, seen = self.best(), self.seen()
         return (
             bool(self._patience)
@@ -93,9 +93,9 @@ class BestMetric:
         )
 
     def kept(self) -> set[int]:
-        """Returns the versions with kept checkpoints: the best version, and those with a pending evaluation.
+        """Returns the versions with checkpoints to keep: the best version, and versions with a pending evaluation.
 
-        Evaluations come in order, so a version older than the newest evaluation is no longer evaluated.
+        Evaluations are reported in order, so a version below the newest evaluated version has no pending evaluation.
         """
         best, seen = self.best(), self.seen()
         newest = max(seen, default=-1)
@@ -105,17 +105,17 @@ class BestMetric:
 
 EVALUATIONS = "evaluations"  # the key in meta.json that maps versions to values of run.keep_best
 SHADOW_WATCH = "shadow_watch"  # the key in meta.json with the state of the shadow watch
-CHECK_S = 0.5  # interval of checks while a write is awaited
+CHECK_S = 0.5  # interval of checks in seconds while a write is awaited
 
 
 class RunCheckpoints:
-    """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on the trained samples.
+    """Takes a snapshot after the acknowledgement of a train step; then ledger and weights agree on the trained samples.
 
-    A thread writes the snapshot while the next steps run; it counts once it is complete. ``shadow_watch`` is the newest
-    state of the watch, which each checkpoint stores. ``report_progress`` is called with a text at each progress of an
-    awaited write, and ``report_wait`` with a text that names the ledger or the outage that delays it. A write that
-    fails because of an outage of the disk (`relax_core.contracts.outage`) is repeated with the same snapshot while the
-    steps continue.
+    A thread writes the snapshot while the next steps run. A snapshot is a valid checkpoint only when it is complete.
+    ``shadow_watch`` is the newest state of the `ShadowWatch`, which each checkpoint contains. ``report_progress`` is
+    called with a text at each progress of an awaited write. ``report_wait`` is called with a text that names the ledger
+    or the outage that delays the write. If a write fails because of an outage of the disk
+    (`relax_core.contracts.outage`), it is repeated with the same snapshot while the steps continue.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RunCheckpoints:
         self._write: Future[Path] | None = None
 
     def _kept(self) -> set[int]:
-        """Returns the versions with kept checkpoints; with reward.on_hack=halt also those of recent steps."""
+        """Returns the versions with checkpoints to keep; with reward.on_hack=halt, recent versions are included."""
         best = set() if self._best is None else self._best.kept()
         return best | (set(range(self._taken - MAX_STEPS, self._taken + MAX_STEPS)) if self._halts else set())
 
@@ -156,10 +156,10 @@ class RunCheckpoints:
         return self._store.newest_before(step)
 
     def save(self, version: int) -> None:
-        """Saves the state after ``version`` steps, unless the newest checkpoint holds it already.
+        """Saves the state after ``version`` steps, if the newest checkpoint is older.
 
-        It first waits for the previous write and raises its error. It waits until the ledger's events are on disk, and
-        raises LedgerUnwritable if an outage lasts too long.
+        First waits for the previous write and raises the error of this write. Then waits until the ledger's events are
+        on disk; raises LedgerUnwritable if an outage lasts too long.
         """
         if version == self._taken:
             return
@@ -213,14 +213,14 @@ class RunCheckpoints:
         """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.
 
         Raises the error of the write; an outage of the disk is an error after nine tenths of ``run.stall_timeout_s``.
-        Raises RuntimeError if nothing is written for ``run.stall_timeout_s``: a restart would use the same disk, so it
-        would not help.
+        Raises RuntimeError if nothing is written for ``run.stall_timeout_s``. A restart of the services would not help,
+        because they would use the same disk.
         """
         if self._write is None:
             return
         seen, moved = -1, time.monotonic()
         while not wait([self._write], timeout=min(CHECK_S, self._deadline_s)).done:
-            if problem := self._outage.problem:  # `retry_through_outage` limits it
+            if problem := self._outage.problem:  # `retry_through_outage` limits the outage
                 moved = time.monotonic()
                 self._report_wait(f"writes checkpoint of step {self._taken}: waits for the disk ({problem})")
                 continue
@@ -237,7 +237,7 @@ class RunCheckpoints:
         self._write = None
 
     def due(self, version: int) -> bool:
-        """Returns True if this version is evaluated, so that its checkpoint may become the best checkpoint."""
+        """Returns True if this version has an evaluation, so its checkpoint may become the best checkpoint."""
         return self._best is not None and version in self._best.candidates
 
     def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
@@ -249,20 +249,23 @@ class RunCheckpoints:
         return self._best.exhausted()
 
     def _name_best(self) -> None:
-        """Points the link ``best`` at the best checkpoint; it may be written before or after its evaluation."""
+        """Points the link ``best`` at the best checkpoint.
+
+        A checkpoint may be written before or after its evaluation.
+        """
         with self._naming:
             best = None if self._best is None else self._best.best()
             if best is not None:
                 self._store.name_best(best.version)
 
     def raise_failure(self) -> None:
-        """Raises the error of a write in the background, if it failed; returns at once."""
+        """Raises the error of a failed write in the background; never waits."""
         if self._write is not None and self._write.done():
             self.finish()
 
 
 def _best_metric(context: RunContext) -> BestMetric | None:
-    """Returns the tracker of run.keep_best, or None if the key is null; the initial weights have no checkpoint."""
+    """Returns the tracker of run.keep_best, or None if the key is null. The initial weights have no checkpoint."""
     run = context.config.run
     if run.keep_best is None:
         return None
@@ -279,7 +282,7 @@ def _best_metric(context: RunContext) -> BestMetric | None:
 
 
 def _shadow_watch(context: RunContext) -> ShadowWatch:
-    """Returns the state of the watch at the run's start or in the checkpoint that the run resumes from."""
+    """Returns the `ShadowWatch` of a new run, or of the checkpoint that the run resumes from."""
     if context.resume_from is None:
         return ShadowWatch()
     state = CheckpointStore.read_meta(context.resume_from).run.get(SHADOW_WATCH, {})

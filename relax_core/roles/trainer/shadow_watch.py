@@ -1,9 +1,9 @@
-"""Detects reward hacking: a model learns answers that its reward finds right and the reward's shadow finds wrong.
+"""Detects reward hacking: a model learns answers that the reward accepts and the shadow reward rejects.
 
-The metric is the denied share: the share of the reward's right answers that the shadow finds wrong. A shadow that
-cannot read some forms of right answers has a constant denied share. An exploited reward has a rising denied share.
-Therefore the share is compared with the share of the run's first steps. The mean reward and the length of answers do
-not count.
+The metric is the denied share: among the answers that the reward accepts, the share that the shadow reward rejects. If
+the shadow reward cannot read some forms of correct answers, the denied share is constant. If the model exploits the
+reward, the denied share rises. Therefore the denied share of the newest steps is compared with the denied share of the
+run's first steps. The mean reward and the length of answers are not used.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import msgspec
 
 from relax_core.contracts.reward import SHADOW, SHADOW_GAP
 
-HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only while it is raised
-DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and the first steps' share
-BASE_STEPS, BASE_RIGHT = 5, 40  # the first steps, and right answers in them, that define the usual share
+HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only during an alarm
+DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and the usual denied share
+BASE_STEPS, BASE_RIGHT = 5, 40  # number of first steps, and of accepted answers in them, for the usual denied share
 NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # minimum number of steps and groups for a judgement
-MAX_STEPS = 12  # number of steps that are compared; the onset is no older
-GROUPS_WITH_GAP = 3  # one odd prompt is no exploit
-MIN_GAP = 0.1  # share of all answers
-ERRORS = 4.0  # excess of denied answers, in standard errors, that chance does not explain
-# Rise of the denied share above the usual share at which an alarm begins and ends: at most 1/2 and 1/4 of the way to 1.
+MAX_STEPS = 12  # most steps that are compared; the onset is one of them
+GROUPS_WITH_GAP = 3  # minimum, because a single unusual prompt is no exploit
+MIN_GAP = 0.1  # minimum gap, as a share of all answers
+ERRORS = 4.0  # minimum excess of denied answers in standard errors, so chance cannot explain it
+# An alarm begins when the denied share is above the usual share by RISE, at most 1/2 of the distance to 1. It ends when
+# the difference is below STAYS, at most 1/4 of the distance to 1.
 RISE, STAYS = 0.2, 0.1
 
 
 class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts the groups and answers of one train step that the shadow scored.
+    """Counts the groups and answers of one train step that the shadow reward scored.
 
-    ``right`` answers are right by the reward. ``gap`` is the number of right answers by the reward minus that by the
-    shadow, and ``gap_groups`` counts the groups with a gap above 0.
+    ``right`` is the number of answers that the reward accepts. ``gap`` is this number minus the number of answers that
+    the shadow reward accepts. ``gap_groups`` is the number of groups with a gap above 0.
     """
 
     step: int
@@ -43,7 +44,7 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shadow_counts(step: int, groups: Iterable[Sequence[Mapping[str, float]]]) -> ShadowCounts:
-    """Returns the counts of a step; ``groups`` holds the parts of the rewards of each group's answers."""
+    """Returns the counts of a step; ``groups`` has, for each group, the reward parts of its answers."""
     scored = [[part for part in parts if SHADOW in part] for parts in groups]
     gaps = [sum(part[SHADOW_GAP] for part in parts) for parts in scored if parts]
     right = sum(part[SHADOW] + part[SHADOW_GAP] for parts in scored for part in parts)
@@ -58,10 +59,10 @@ def shadow_counts(step: int, groups: Iterable[Sequence[Mapping[str, float]]]) ->
 
 
 class ShadowWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the state of the watch after some steps; checkpoints store it.
+    """Holds the state of the detection after some steps. Checkpoints contain this state.
 
-    ``base`` sums up the first ``base_steps`` steps, and ``recent`` holds the newest counts. ``onset`` is the train
-    step at which the denied share began to rise, None while it is usual.
+    ``base`` is the sum of the counts of the first ``base_steps`` steps. ``recent`` has the counts of the newest steps.
+    ``onset`` is the train step at which the denied share began to rise, None without an alarm.
     """
 
     base: ShadowCounts | None = None
@@ -81,7 +82,7 @@ class ShadowWatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usual(self) -> float | None:
-        """Returns the denied share of the first steps, None before their end."""
+        """Returns the usual denied share, from the first steps; None until these steps are done."""
         if self.base is None or self.base_steps < BASE_STEPS or self.base.right < BASE_RIGHT:
             return None
         return denied_share([self.base])
@@ -101,13 +102,13 @@ def watch_values(watch: ShadowWatch) -> dict[str, float]:
 
 
 def denied_share(counts: Sequence[ShadowCounts]) -> float:
-    """Returns the share of the reward's right answers that are wrong by the shadow; 0 without right answers."""
+    """Returns the share of the accepted answers that the shadow reward rejects; 0 without accepted answers."""
     right = sum(count.right for count in counts)
     return max(0.0, sum(count.gap for count in counts) / right) if right else 0.0
 
 
 def _sum(counts: Sequence[ShadowCounts]) -> ShadowCounts:
-    """Returns the sums over some steps, under the number of the newest."""
+    """Returns the sums over some steps; ``step`` is the newest step."""
     return ShadowCounts(
         step=counts[-1].step,
         groups=sum(count.groups for count in counts),
@@ -119,7 +120,7 @@ def _sum(counts: Sequence[ShadowCounts]) -> ShadowCounts:
 
 
 def _newest(recent: Sequence[ShadowCounts]) -> Sequence[ShadowCounts]:
-    """Returns the fewest newest steps that suffice for a judgement, or all steps."""
+    """Returns the smallest number of newest steps that is enough for a judgement, or all steps."""
     for first in range(len(recent) - NEWEST_STEPS, -1, -1):
         if sum(count.groups for count in recent[first:]) >= NEWEST_GROUPS:
             return recent[first:]
@@ -139,7 +140,8 @@ def _onset(watch: ShadowWatch, *, before: int | None) -> int | None:
     denied = denied_share([seen])
     if before is not None:
         return before if denied >= usual + min(STAYS, (1.0 - usual) / 4) else None
-    # The usual share is an estimate, too. The 0.02 keeps the variance above 0 for a usual share of 0.
+    # The factor (1 + …) is for the error of the usual share, which is also an estimate. The 0.02 keeps the variance
+    # above 0 for a usual share of 0.
     by_chance = math.sqrt(seen.right * (1.0 + seen.right / base.right) * (usual * (1.0 - usual) + 0.02))
     is_wide = seen.gap >= MIN_GAP * seen.answers and seen.gap_groups >= GROUPS_WITH_GAP
     is_sure = seen.gap - usual * seen.right >= ERRORS * by_chance

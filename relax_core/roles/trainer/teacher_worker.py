@@ -1,7 +1,7 @@
-"""The teacher role: it writes the teachers' log-probs of the sampled tokens, and their most likely tokens.
+"""Implements the teacher role, which writes the teachers' log-probs of the sampled tokens and of the top-k tokens.
 
-One process serves all teachers. With ``served_by=forward`` it holds their models. With ``served_by=engine`` each
-teacher has its own engine, and this process only sends requests.
+One process computes for all teachers. With ``served_by=forward`` the teachers' models are in this process. With
+``served_by=engine`` each teacher has a separate engine, and this process only sends requests.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
 
 
-TOKENS_A_CALL = 16384  # the tokens that an engine scores in one call; with top_k = 16 they are about 10 MB of JSON
-KEPT_BYTES_A_CALL = 16 << 20  # the bytes of kept sets in one call; base64 adds a third
+TOKENS_A_CALL = 16384  # most tokens in one call to an engine; with top_k = 16 the response has about 10 MB of JSON
+KEPT_BYTES_A_CALL = 16 << 20  # most bytes of kept sets in one call; base64 adds a third
 RETRY_S = 0.1
 
 
@@ -44,8 +44,9 @@ class TeacherScores(NamedTuple):
     """Holds a teacher's scores of a group's rows; rows that were not sampled have zeros.
 
     ``logprobs`` is float32 ``[rows]``. ``top_ids`` int32 ``[rows, top_k]`` are the teacher's most likely tokens, most
-    likely first, and ``top_logprobs`` float32 ``[rows, top_k]`` their log-probs; both are None if top_k is 0. For a
-    kept set with fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`.
+    likely first. ``top_logprobs`` float32 ``[rows, top_k]`` are the log-probs of these tokens. The two arrays are None
+    if top_k is 0. For a kept set with fewer than top_k tokens, the last ids are -1 and their log-probs
+    `kept_tokens.OUTSIDE`.
     """
 
     logprobs: np.ndarray
@@ -56,8 +57,9 @@ class TeacherScores(NamedTuple):
 class TeacherScorer(Protocol):
     """Defines the interface of one teacher.
 
-    Its log-probs come from softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and without
-    the banned tokens, like the student's. A teacher with the student's weights therefore has the student's log-probs.
+    The teacher's log-probs are computed like the student's log-probs: from softmax(logits / rollout.temperature) over
+    the kept sets of the sampled tokens, without the banned tokens. So a teacher with the student's weights has the same
+    log-probs as the student.
     """
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
@@ -65,7 +67,7 @@ class TeacherScorer(Protocol):
 
 
 class ForwardTeacher:
-    """Scores with a Megatron model in this process, without gradient."""
+    """Computes the scores with a Megatron model in this process, without gradient."""
 
     def __init__(self, context: RunContext, folder: Path, *, top_k: int) -> None:
         self._backend: MegatronBackend = build_teacher(context, folder)
@@ -88,9 +90,9 @@ class ForwardTeacher:
 
 
 class EngineTeacher:
-    """Scores with engine ``number`` of the teachers' engines; waits for the restart of an engine that died.
+    """Requests the scores from engine ``number`` of the teachers' engines. Waits for the restart of a dead engine.
 
-    ``media`` brings images and videos to the engine's node, None if the engine always has them.
+    ``media`` copies images and videos to the engine's node. It is None if the engine can always read the media items.
     """
 
     def __init__(
@@ -104,14 +106,14 @@ class EngineTeacher:
     ) -> None:
         self._directory, self._number, self._top_k, self._media = directory, number, top_k, media
         self._temperature = context.config.rollout.temperature
-        # A teacher may have a smaller vocabulary than the student, and further ids without text, which are not banned.
+        # A teacher may have a smaller vocabulary than the student. Its additional ids without text are not banned.
         folder = list(context.teacher_folders.values())[number]
         rows = int(language_values(read_hf_config(folder))["vocab_size"])
         self._banned = [token for token in context.config.rollout.banned() if token < rows]
         self._start_timeout_s = context.config.engine.start_timeout_s
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
-        """Returns the scores of each group; raises EngineUnreachable if the engine does not restart in time."""
+        """Returns the scores of each group. Raises EngineUnreachable if the engine does not restart in time."""
         paths = [[_path_of(group, leaf) for episode in group.episodes for leaf in episode.leaves] for group in groups]
         sequences = [_to_score(group, path) for group, own in zip(groups, paths, strict=True) for path in own]
         scores = iter([scored for call in _calls(sequences) for scored in self._ask(call)])
@@ -137,10 +139,10 @@ class EngineTeacher:
                 if time.monotonic() - lost_since > self._start_timeout_s:
                     raise
                 self._directory.forget(client.url)
-                time.sleep(RETRY_S)  # the engine's owner restarts it
+                time.sleep(RETRY_S)  # the engine's owner restarts the engine
 
     def _of_rows(self, group: TokenTree, scored: list[tuple[_Path, TokenScores]]) -> TeacherScores:
-        """Returns the scores of a group's rows; each path's scores start at its first sampled row."""
+        """Returns the scores of a group's rows. The scores of each path start at the path's first sampled row."""
         logprobs = np.zeros(group.rows, dtype=np.float32)
         ids = np.zeros((group.rows, self._top_k), dtype=np.int32)
         values = np.zeros((group.rows, self._top_k), dtype=np.float32)
@@ -155,7 +157,7 @@ class EngineTeacher:
 
 
 class _Path(NamedTuple):
-    """Holds a segment: its ``rows``, and the index in them of the first sampled row."""
+    """Holds a segment's ``rows``, and the index of the first sampled row in ``rows``."""
 
     rows: np.ndarray
     first: int
@@ -173,7 +175,7 @@ def _to_score(group: TokenTree, path: _Path) -> TokensToScore:
 
 
 def _media_of(group: TokenTree, rows: np.ndarray) -> list[Media]:
-    """Returns the images and videos of a path with these ``rows``, which ascend, placed in the path's tokens."""
+    """Returns the images and videos of a path with these ascending ``rows``, with their positions in the path."""
     starts = np.searchsorted(rows, [medium.start for medium in group.media]).tolist()
     return [
         Media(medium.item, start, start + medium.item.rows)
@@ -183,7 +185,7 @@ def _media_of(group: TokenTree, rows: np.ndarray) -> list[Media]:
 
 
 def _calls(sequences: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
-    """Yields the sequences of each call to the engine."""
+    """Splits the sequences into calls to the engine, and yields the sequences of each call."""
     call: list[TokensToScore] = []
     tokens = kept_bytes = 0
     for sequence in sequences:
@@ -199,12 +201,12 @@ def _calls(sequences: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
 
 
 class TeacherWorker(ColumnWorker):
-    """Writes the teacher's columns of every group, each with the teacher that the group names."""
+    """Writes the teacher's columns of every group; the group's column `TEACHER` names the teacher."""
 
     task = "teacher"
     inputs: tuple[str, ...] = (*c.FORWARD_COLUMNS, c.TEACHER)
     _teachers: Mapping[str, TeacherScorer]
-    _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, if it has one
+    _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, if the teacher has an engine
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one process serves all teachers"
@@ -263,7 +265,7 @@ def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
 class TeacherEngineOwner(EngineOwner):
     """Owns the engine of teacher ``rank``, in the order of the teachers' names in the configuration.
 
-    The engine serves the teacher's own weights from its start, and no other weights are ever sent to it.
+    The engine serves the teacher's weights from its start and never gets different weights.
     """
 
     def _engine_launch(self, port: int) -> EngineLaunch:

@@ -1,4 +1,7 @@
-"""Pushes weights from the trainer to its engines, and hands time-shared memory over between them."""
+"""Pushes weights from the trainer to its engines.
+
+With time sharing, trainer and engines alternate in the GPU memory.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
+    """Publishes weight versions and hands memory over. For each engine, a thread makes all calls to it, in order.
 
-    A step waits at most `SILENT_S` seconds for the push to an engine, and as long for the engine to resume its memory.
-    It waits until each engine has released its memory or has died, because the trainer would crash in memory that an
-    engine still uses. With time sharing, the next step needs that engine's samples anyway. The owner kills an engine
-    that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`. ``frozen`` names the
-    weights that do not train.
+    A step waits at most `SILENT_S` seconds for the push to an engine, and the same time until the engine uses its
+    memory again. Before it uses the memory, the trainer waits until each engine has released it or has died, because
+    memory that an engine still uses would make the trainer crash. With time sharing, the next step needs the samples of
+    this engine anyway. The owner kills an engine that does not answer for ``run.heartbeat_timeout_s``, and each call
+    has the time limit `SYNC_TIMEOUT_S`. ``frozen`` names the weights that are not trained.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class WeightSync:
         self._resumes: dict[str, Future[dict[str, Any]]] = {}  # engine url → its newest `resume_memory`
 
     def _receivers(self) -> list[EngineClient]:
-        """Returns the engines that get a version, and forgets those that have left."""
+        """Returns the engines that get a version, and forgets the engines that have left."""
         found = self._engines.reachable()
         for url in self._engines.left():
             self._publisher.forget(url)
@@ -72,11 +75,11 @@ class WeightSync:
         return found
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Publishes the weights; their push runs in the background, so call `end_push` before the next version."""
+        """Publishes the weights. The push runs in the background, so call `end_push` before the next version."""
         self._push = self._publisher.publish(version, tensors)
 
     def end_push(self) -> SyncReport | None:
-        """Waits for the end of the newest version's push; returns None without a push to wait for."""
+        """Waits for the end of the newest version's push. Returns None if no push is in progress."""
         if self._push is None:
             return None
         with self._waiting("the end of the newest weights' push", on="engine"):
@@ -141,9 +144,9 @@ def _release(client: EngineClient, *, weights: bool) -> dict[str, Any]:
 
 
 def _check(calls: Mapping[str, Future[dict[str, Any]]]) -> None:
-    """Raises the error of a call that an engine rejected, because that engine keeps its memory.
+    """Raises the error of a call that an engine rejected, because this engine has not released its memory.
 
-    All calls must have ended. An engine that is unreachable has died and uses no memory; its owner restarts it.
+    All calls must have ended. An unreachable engine has died and uses no memory; its owner restarts the engine.
     """
     failed: dict[str, EngineError] = {}
     for url, call in calls.items():

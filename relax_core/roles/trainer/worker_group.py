@@ -1,7 +1,7 @@
-"""The worker group of a model: calls the back ends of the lead and of the other ranks' processes together.
+"""Implements the worker group of a model, which calls the back ends of all ranks: the lead's and the other processes'.
 
-The trainer's worker group also has the critic. `assemble_ranks` finds a role's other ranks for its lead, and builds the
-model together with them.
+The trainer's worker group also calls the critic. `assemble_ranks` finds the ranks above 0 for a role's lead and builds
+the model on all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
 
 
-POLICY, CRITIC = "train", "critic"  # the folders of the models in a checkpoint
-DEATH_SHOWS_S = 10.0  # Ray reports the death of a process a moment after it has broken a collective
+POLICY, CRITIC = "train", "critic"  # the folders of policy and critic in a checkpoint
+DEATH_SHOWS_S = 10.0  # seconds; Ray reports the death of a process shortly after the death has broken a collective
 
 Member = tuple[str, Any]  # a worker's name and its Ray handle
 Sent = Sequence[tuple[str, Any]]  # a worker's name and the Ray reference of its answer
@@ -46,10 +46,10 @@ WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 
 
 def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
-    """Raises the cause of ``error``, the error of a call to all ranks, if the other ranks' answers show the cause.
+    """Raises the cause of ``error``, an error in a call to all ranks, if the answers of the ranks in ``sent`` show it.
 
     Raises RankLost if one of these ranks is lost. If ``error`` is a broken collective, raises the error of the rank
-    that caused the break. Otherwise returns.
+    that caused the break. If the answers do not show a cause, returns.
     """
     references = {reference: name for name, reference in sent}
     ray.wait(list(references), num_returns=len(references), timeout=DEATH_SHOWS_S)
@@ -61,7 +61,7 @@ def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
             raise RankLost(f"{name} was lost in {method}: {death}") from error
         except RankLost as restarted:
             raise RankLost(f"{name} was lost in {method}: {first_cause(restarted)}") from error
-        except GetTimeoutError:  # this rank is still waiting in the collective
+        except GetTimeoutError:  # this rank still waits in the collective
             continue
         except RayTaskError as failure:
             if not is_broken_collective(first_cause(failure)):
@@ -96,8 +96,8 @@ def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingO
 class Ranks:
     """Holds the ranks of a role.
 
-    ``name`` is the name of the lead's worker, and ``lead`` its back end. ``other_ranks`` are ranks 1, 2, ….
-    ``replicas`` holds the ranks of each data-parallel replica, which get the same groups.
+    ``name`` is the name of the lead's worker, and ``lead`` the lead's back end. ``other_ranks`` are ranks 1, 2, ….
+    ``replicas`` lists the ranks of each data-parallel replica; all ranks of a replica get the same groups.
     """
 
     name: str
@@ -107,9 +107,11 @@ class Ranks:
 
 
 class WorkerGroup:
-    """Calls all ranks of a role's model; each call goes to the other ranks first, so that collectives can complete.
+    """Calls all ranks of a role's model.
 
-    ``waiting`` records which workers the others may be waiting for.
+    Each call goes to the other ranks before the lead, so collectives can complete.
+
+    ``waiting`` records the workers that the lead may be waiting for.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn) -> None:
@@ -131,7 +133,7 @@ class WorkerGroup:
         self._wait("export", sent)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the log-probs under the current weights, one float32 ``[rows]`` per group, in order."""
+        """Returns the log-probs under the current weights, float32 ``[rows]`` for each group, in order."""
         if not self._other_ranks:
             return self.lead.logprobs(groups)
         shares = split_over_ranks(with_row_numbers(groups), len(self._replicas), tower=self.lead.tower_work)
@@ -148,7 +150,7 @@ class WorkerGroup:
         return np.split(found, ends[:-1])
 
     def load_published(self, manifest: WeightManifest) -> bool:
-        """Loads a published version on all ranks; returns False if it was replaced before every rank had read it."""
+        """Loads a published version on all ranks. Returns False if it was replaced before all ranks had read it."""
         sent = self._send(self._other_ranks, "load_published", manifest)
         with self._collective("load_weights", sent):
             mine = load_published(self.lead, manifest)
@@ -158,7 +160,10 @@ class WorkerGroup:
     def _send_shares(
         self, method: str, shares: Sequence[list[TokenTree]], *, answering: set[int]
     ) -> list[tuple[str, Any]]:
-        """Sends each other rank the groups of its replica; the ranks in ``answering`` return their answers."""
+        """Sends each rank except the lead the groups of its replica.
+
+        The ranks in ``answering`` return their answers.
+        """
         sent = []
         for ranks, share in zip(self._replicas, shares, strict=True):
             other_ranks = [rank for rank in ranks if rank > 0]
@@ -175,12 +180,12 @@ class WorkerGroup:
 
     @contextmanager
     def _collective(self, method: str, sent: Sent) -> Iterator[None]:
-        """Wraps the lead's own part; replaces the error of a broken collective by its cause."""
+        """Wraps the lead's part of a call, and replaces the error of a broken collective by the cause of the break."""
         if not sent:
             yield
             return
         with ExitStack() as waits:
-            for name in (self._name, *(name for name, _ in sent)):  # the others may be waiting for any of these
+            for name in (self._name, *(name for name, _ in sent)):  # the lead may be waiting for any of these ranks
                 waits.enter_context(self._waiting(f"{method} of all ranks", on=name))
             try:
                 yield
@@ -193,10 +198,10 @@ class WorkerGroup:
 
 
 class TrainerWorkerGroup(WorkerGroup):
-    """Calls the policy's ranks and, if there is a critic, the critic, which works concurrently with the lead.
+    """Calls the policy's ranks and, if it exists, the critic. The critic works concurrently with the lead.
 
-    Other ranks and critic get the uids of the episodes that they train, and read their groups from the bus. With
-    ``rank_groups`` the lead also reads its own groups in this way; otherwise it trains the trees that it is given.
+    The other ranks and the critic get the uids of the episodes to train, and read the groups from the bus. With
+    ``rank_groups`` the lead also reads its groups from the bus; otherwise it trains the trees in its arguments.
     """
 
     def __init__(
@@ -221,7 +226,7 @@ class TrainerWorkerGroup(WorkerGroup):
         self._all("begin_step", step, of_critic=(step,))
 
     def add_lease(self, lease: Lease) -> None:
-        """Records the lease of the step's next groups; must come before `accumulate` gets them."""
+        """Records the lease of the step's next groups. Call this method before `accumulate` with these groups."""
         self._lease_ids.update((row.group_uid, lease.lease_id) for row in lease.rows)
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
@@ -245,7 +250,7 @@ class TrainerWorkerGroup(WorkerGroup):
         self._wait("accumulate", sent)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
-        """Counts groups without a gradient, only in the lead."""
+        """Counts groups without a gradient. Only the lead counts them."""
         if groups:
             self.lead.count(groups)
 
@@ -267,10 +272,11 @@ class TrainerWorkerGroup(WorkerGroup):
         self._all("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; callable from any thread.
+        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic. Callable from any thread.
 
-        It runs during train steps and does not detect a stalled write. It may be called again with the same copies
-        until `drop_copies`, also after an OSError, which is raised after all processes have stopped writing.
+        This method runs during train steps and does not detect a stalled write. Until `drop_copies` it may be called
+        again with the same copies, also after an OSError. It raises an OSError only after all processes have stopped
+        writing.
         """
         sent = self._send(self._other_ranks, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
@@ -284,13 +290,13 @@ class TrainerWorkerGroup(WorkerGroup):
             raise first_cause(error) from error
 
     def drop_copies(self) -> None:
-        """Frees the copies of a checkpoint that is written, on all ranks and the critic; callable from any thread."""
+        """Frees the copies after the checkpoint is written, on all ranks and the critic. Callable from any thread."""
         sent = self._send([*self._other_ranks, *self._critic], "drop_copy")
         self.lead.drop_copy()
         self._wait("drop_copy", sent)
 
     def close_samples(self) -> None:
-        """Writes the samples of the last train step on all ranks; the critic has none."""
+        """Writes the samples of the last train step on all ranks. The critic has no samples."""
         sent = self._send(self._other_ranks, "follow", "close_samples")
         self.lead.close_samples()
         self._wait("close_samples", sent)
@@ -312,11 +318,11 @@ class TrainerWorkerGroup(WorkerGroup):
         self._all(method)
 
     def load(self, folder: Path) -> None:
-        """Loads a checkpoint of `write_copy`; the layout may differ."""
+        """Loads a checkpoint that `write_copy` wrote, possibly with another layout."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
 
     def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> None:
-        """Calls a method of every rank and of the critic."""
+        """Calls a method of every rank and the critic."""
         sent = self._send(self._other_ranks, "follow", method, *arguments) + self._send(
             self._critic, method, *of_critic
         )
@@ -331,18 +337,18 @@ RETRY_S = 0.1
 def assemble_ranks(
     context: RunContext, role: str, *, waiting: WaitingOn, on_loss: Callable[[RankLost], None] | None = None
 ) -> Ranks:
-    """Returns the ranks of a role once each has built its part of the model.
+    """Returns the ranks of a role when each rank has built its part of the model.
 
     Raises TimeoutError for a rank that is not found within ``run.start_timeout_s``; RankLost for a rank that is lost
-    while it builds, or that exceeds the same timeout; ActorDiedError for a rank that Ray does not restart; and the
-    errors of ranks. ``on_loss`` is called at once with the RankLost, in another thread, because the lead may wait in a
+    during the build, or builds longer than this timeout; ActorDiedError for a rank that Ray does not restart; and the
+    errors of ranks. ``on_loss`` is called with the RankLost at once, in another thread, because the lead may wait in a
     collective.
     """
     layout = role_parallel(context.config, role)
     ranks = world_size(layout)
     timeout_s = context.config.run.start_timeout_s
     if ranks > 1:
-        import relax_core.train.policy_backend  # noqa: F401  # takes seconds, while the other ranks import it too
+        import relax_core.train.policy_backend  # noqa: F401  # takes seconds; the other ranks import, too
     names = [worker_name(role, rank) for rank in range(ranks)]
     other_ranks = []
     for name in names[1:]:
@@ -363,9 +369,9 @@ def assemble_ranks(
 
 
 def watch_build(sent: Sent, timeout_s: float, on_loss: Callable[[RankLost], None]) -> None:
-    """Calls ``on_loss`` as soon as a rank is lost, or when a rank has not answered in time.
+    """Calls ``on_loss`` immediately when a rank is lost or has not answered in time.
 
-    The lead handles an error that a rank raises, because it gets the error as the rank's answer.
+    An error that a rank raises is not handled here, because the lead gets the error as the rank's answer.
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in sent}
@@ -386,7 +392,7 @@ def watch_build(sent: Sent, timeout_s: float, on_loss: Callable[[RankLost], None
 
 
 def _restarted_rank(context: RunContext, name: str) -> Any:
-    """Returns the rank's Ray handle; a rank of an earlier lead is killed first, so that Ray restarts it."""
+    """Returns the rank's Ray handle. If the rank belongs to an earlier lead, kills it first, so Ray restarts it."""
     deadline = time.monotonic() + context.config.run.start_timeout_s
     other_rank = discover_worker(context, name)
     killed: int | None = None

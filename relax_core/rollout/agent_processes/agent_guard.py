@@ -1,13 +1,17 @@
-"""The guard of one agent: ``python -I -S agent_guard.py GRACE_S MODE COMMAND…`` starts it and ends its processes.
+"""Guards one agent: ``python -I -S agent_guard.py GRACE_S MODE COMMAND…`` starts an agent and ends its processes.
 
-The guard is the parent of the agent and a subreaper, so that orphaned processes of the agent become its children. It
-ends all of them when the agent has ended, when its owner requests it, and when its owner has died, which closes stdin.
-It imports only the standard library, because it starts with every episode.
+The guard is the parent of the agent. It is also a subreaper: orphaned processes of the agent become children of the
+guard. The owner is the Relax process that started the guard. The guard ends all processes of the agent when the agent
+ends, when the owner requests the end, or when the owner dies, which closes stdin. The guard imports only the standard
+library, because a guard may start for every episode.
 
-The owner writes lines to stdin. "K" kills the agent at once. "T" and a text write the text as a line, a task, to the
-stdin of a warm agent (MODE "warm"). The end of stdin sends SIGTERM to the agent, and SIGKILL after GRACE_S seconds. The
-guard writes one JSON object per line: the pid of the agent, each line of a warm agent's stdout that is a JSON object,
-and the agent's end with the newest `KEPT_BYTES` of its output.
+With MODE "warm" the agent plays several tasks, one per line of its stdin. The owner writes lines to the guard's stdin.
+The line "K" kills the agent at once. A line that begins with "T" is a task: the guard writes the text after "T" to the
+stdin of a warm agent. When the guard's stdin ends, the guard sends SIGTERM to the agent, and SIGKILL after GRACE_S
+seconds.
+
+The guard writes one JSON object per line to its stdout: the pid of the agent, then each JSON object that a warm agent
+wrote as a line to its stdout, and last the exit code with the newest `KEPT_BYTES` of the agent's output.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 KEPT_BYTES = 64 << 10
-MAX_LINE_BYTES = 1 << 20  # of an answer; a longer line counts as output
+MAX_LINE_BYTES = 1 << 20  # limit of a warm agent's answer; a longer line is treated as output
 _READ_BYTES = 1 << 16
-_KILL_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
+_KILL_S = 10.0  # seconds after SIGKILL; a process that still exists then hangs in the kernel
 _PAUSE_S = 0.01
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
@@ -52,7 +56,7 @@ class Output:
 
 
 class Agent:
-    """Holds the agent's process and the pipes to it; only a warm agent has ``stdin`` and ``answers``."""
+    """Holds the agent's process and its pipes; only a warm agent has the pipes ``stdin`` and ``answers``."""
 
     def __init__(self, command: Sequence[str], *, warm: bool, libc: Any) -> None:
         output, output_end = os.pipe()
@@ -81,7 +85,7 @@ class Agent:
 
 
 def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout: int, stderr: int) -> NoReturn:
-    """Turns the forked child into the agent."""
+    """Replaces the forked child process with the agent's program."""
     try:
         os.setsid()
         libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -91,7 +95,7 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
             os.dup2(end, descriptor)
         for signum in _IGNORED:
             signal.signal(signum, signal.SIG_DFL)
-        with open("/proc/self/oom_score_adj", "w") as score:  # the kernel's OOM killer ends agents before the run
+        with open("/proc/self/oom_score_adj", "w") as score:  # the OOM killer kills agents before the run
             score.write("1000")
         os.closerange(3, 1 << 16)
         os.execvp(command[0], list(command))
@@ -102,7 +106,7 @@ def _become(command: Sequence[str], libc: Any, guard: int, *, stdin: int, stdout
 
 
 class AgentGuard:
-    """Watches one agent until it has ended, and ends its remaining processes."""
+    """Watches one agent until the agent has ended, and then ends the agent's remaining processes."""
 
     def __init__(self, agent: Agent, *, grace_s: float, warm: bool) -> None:
         self._agent = agent
@@ -110,7 +114,7 @@ class AgentGuard:
         self._warm = warm
         self._output = Output()
         self._owner_line = self._answer_line = b""
-        self._tasks = bytearray()  # for the agent's stdin
+        self._tasks = bytearray()  # not yet written to the agent's stdin
         self._ends_at: float | None = None
         self._poll = select.poll()
         for descriptor in (0, agent.output, agent.ended, *((agent.answers,) if warm else ())):
@@ -178,7 +182,7 @@ class AgentGuard:
             del self._tasks[: os.write(self._agent.stdin, self._tasks)]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # the agent no longer reads; its owner notices the missing answer
+        except BrokenPipeError:  # the agent no longer reads; the owner notices the missing answer
             self._tasks.clear()
         if not self._tasks:
             self._poll.unregister(self._agent.stdin)
@@ -202,7 +206,7 @@ class AgentGuard:
             self._output.add(line + b"\n")
 
     def _read_rest(self) -> None:
-        """Reads the remaining bytes of the pipes; all writers have ended."""
+        """Reads the remaining bytes of the agent's pipes, after all writers have ended."""
         for descriptor, take in ((self._agent.output, self._output.add), (self._agent.answers, self._take_answers)):
             try:
                 while descriptor >= 0 and (part := os.read(descriptor, _READ_BYTES)):
@@ -212,7 +216,7 @@ class AgentGuard:
 
 
 def tell(message: dict[str, Any]) -> None:
-    """Writes a message to the owner, if the owner has not died."""
+    """Writes a message to the owner; a dead owner is ignored."""
     rest = json.dumps(message).encode() + b"\n"
     try:
         while rest:
@@ -254,20 +258,20 @@ def descendants(root: int) -> list[int]:
 
 
 def living() -> Iterator[tuple[int, int]]:
-    """Yields the pid of each process that has not ended, and the pid of its parent."""
+    """Yields the pid of each living process with the pid of its parent."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended meanwhile
                 continue
             if state not in (b"Z", b"X"):
                 yield int(name), int(parent)
 
 
 def main() -> None:
-    """Starts the agent of the command line, and returns when all of its processes have ended."""
+    """Starts the agent of the command line, and returns when all processes of the agent have ended."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for signum in _IGNORED:

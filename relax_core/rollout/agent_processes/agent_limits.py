@@ -1,4 +1,4 @@
-"""Kills agents that exceed the limits of memory or of processes."""
+"""Kills agents that exceed the memory limit or the process limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 CHECK_S = 1.0
-MEMORY_GIB = 2.0  # resident memory of an agent and its descendants; above it they are killed
-PROCESSES = 64  # concurrent processes of an agent; above it they are killed
+MEMORY_GIB = 2.0  # limit of the resident memory of an agent with its descendants
+PROCESSES = 64  # limit of an agent's concurrent processes
 _GIB = 2**30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -23,7 +23,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class TreeSize:
     """Holds the number of living descendants of a process and their total resident memory in bytes.
 
-    A page that several processes share counts for each of them.
+    A page that several processes share is counted once per process.
     """
 
     processes: int
@@ -31,7 +31,7 @@ class TreeSize:
 
 
 class AgentLimits:
-    """Holds the running agents, and kills those above a limit. `watch` must run concurrently."""
+    """Holds the running agents, and kills agents above a limit. `watch` must run concurrently."""
 
     def __init__(self) -> None:
         self.running: set[AgentProcess] = set()
@@ -56,12 +56,12 @@ class AgentLimits:
 
 
 def tree_sizes(roots: Iterable[int]) -> Mapping[int, TreeSize]:
-    """Returns the size of the process tree below each of these processes; one scan of /proc serves all."""
+    """Returns the size of the process tree below each of these processes, from a single scan of /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     memory: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if fields[0] not in (b"Z", b"X"):
                     pid = int(entry.name)

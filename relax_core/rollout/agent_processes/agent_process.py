@@ -1,4 +1,4 @@
-"""Owns one running agent: its answers, its end, and the guard that ends all of its processes."""
+"""Controls one running agent through its guard: starts the agent, reads its answers, and reports its end."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from relax_core.contracts.child_process import Child, cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
-_MAX_LINE_BYTES = 4 << 20  # of a guard's message: an answer or the kept output as JSON
-GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
-_EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
-MAX_ANSWERS = 64  # largest number of unread answers of a warm agent, which plays task after task
-SHOWN = 2000  # characters of an agent's output in an error
-SHOWN_CAUSE = 500  # characters of the line with the cause
+_MAX_LINE_BYTES = 4 << 20  # limit of a guard's message: an answer or the kept output as JSON
+GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL to all processes of an agent
+_EXIT_S = 30.0  # limit for the guard's exit; longer than GRACE_S and `agent_guard._KILL_S` together
+MAX_ANSWERS = 64  # largest number of unread answers of a warm agent, which plays several tasks
+SHOWN = 2000  # characters of an agent's output that an error shows
+SHOWN_CAUSE = 500  # characters of the cause that an error shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEnd:
-    """Describes the end of an agent: its exit code, negative for a signal or None if unknown, and its newest output."""
+    """Describes the end of an agent.
+
+    ``code`` is the exit code: negative for a signal, None if unknown. ``output`` is the newest output.
+    """
 
     code: int | None
     output: str
 
     def describe(self) -> str:
-        """Returns a text that says how the agent ended, with its last output."""
+        """Returns a description of the agent's end, with its last output."""
         if self.code is None:
             how = "its guard was killed"
         elif self.code < 0:
@@ -46,21 +49,23 @@ class AgentEnd:
 
 
 def shown_output(output: str) -> str:
-    """Returns the last `SHOWN` characters of an agent's output as text, after the line with the cause of a failure."""
+    """Returns the line with a failure's cause, and then the last `SHOWN` characters of an agent's output."""
     text = output.strip()
     if not text:
         return "it wrote nothing"
     tail = f"{'[…]' if len(text) > SHOWN else ''}{text[-SHOWN:]}"
-    cause = cause_in(text)[:SHOWN_CAUSE]  # the terminal shows the first line
+    cause = cause_in(text)[:SHOWN_CAUSE]  # the terminal shows only the first line
     return f"the last that it wrote: {tail}" if "\n" not in tail else f"the last that it wrote: {cause}\n{tail}"
 
 
 class AgentProcess:
-    """Controls one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns its end.
+    """Controls one running agent.
 
-    ``answers`` gets the JSON objects that a warm agent writes to stdout, each with the output before it. ``killed``
-    says why Relax killed the agent, or is empty. ``ended`` is set once all of its processes have ended; ``reading`` is
-    a task that ends at that time.
+    `start` creates the object. The caller must call `end` or `kill`; `wait` returns the agent's end.
+
+    ``answers`` receives each JSON object that a warm agent writes to stdout, together with the agent's output before
+    this object. ``killed`` is the reason why Relax killed the agent, else empty. ``ended`` is set once all processes of
+    the agent have ended. The task ``reading`` ends at the same time.
     """
 
     def __init__(
@@ -91,9 +96,9 @@ class AgentProcess:
         warm: bool = False,
         secrets: Collection[str] = (),
     ) -> AgentProcess:
-        """Starts a command with only ``env`` as its environment; a ``warm`` agent reads tasks from stdin.
+        """Starts an agent with ``env`` as its complete environment; a ``warm`` agent reads tasks from stdin.
 
-        The values ``secrets`` of its environment are removed from its output. Raises OSError if the folder
+        The values ``secrets`` of the environment are removed from the agent's output. Raises OSError if the folder
         ``cwd`` cannot be entered.
         """
         mode = "warm" if warm else "cold"
@@ -114,20 +119,20 @@ class AgentProcess:
         return self._guard.pid
 
     def give(self, task: bytes) -> None:
-        """Gives a warm agent a task, one line of JSON."""
+        """Sends a task, one line of JSON, to a warm agent."""
         self._to_guard.write(b"T" + task + b"\n")
 
     def end(self) -> None:
-        """Sends SIGTERM to the agent, and kills it after the grace."""
+        """Sends SIGTERM to the agent, and kills the agent after `GRACE_S` seconds."""
         self._to_guard.close()
 
     def kill(self, why: str) -> None:
-        """Kills the agent at once with all of its processes."""
+        """Kills all processes of the agent at once."""
         self.killed = self.killed or why
         self._to_guard.write(b"K\n")
 
     async def wait(self) -> AgentEnd:
-        """Returns the end of the agent, once all of its processes have ended."""
+        """Waits until all processes of the agent have ended, and returns the agent's end."""
         await self.ended.wait()
         assert self._end is not None
         return self._end

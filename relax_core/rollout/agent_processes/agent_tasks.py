@@ -1,4 +1,4 @@
-"""Defines the interface of agents: a task in a file or a line, environment variables, and a result."""
+"""Defines the interface of agents: tasks (as a file or a line of JSON), environment variables, and results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ TASK_FILE, RESULT_FILE = "task.json", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """Holds one attempt at an episode. ``key`` opens its session, and ``base_url`` is that of the endpoint.
+    """Holds the task of an agent: one attempt at an episode.
 
-    ``attempt`` is the number of earlier attempts. ``evaluation`` is True if the episode is not trained. ``began``
-    is set when an agent has the task. ``quiet_s`` returns the seconds since the last request of its session.
+    ``attempt`` is the number of earlier attempts at this episode. ``key`` gives access to the attempt's session at the
+    endpoint with the URL ``base_url``. ``evaluation`` is True if the episode is not trained. ``began`` is set when an
+    agent has received the task. ``quiet_s`` returns the seconds since the session's last request.
     """
 
     uid: str
@@ -49,7 +50,7 @@ class AgentTask:
         return msgspec.json.encode(without_bytes(self.row))
 
     def urls(self) -> dict[str, str]:
-        """Returns the key and the base URLs as the environment variables that clients read."""
+        """Returns the environment variables from which clients read the key and the base URLs."""
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_KEY": self.key,
@@ -58,7 +59,7 @@ class AgentTask:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the task as JSON for external agents and agents that play several tasks; its row is in ``task``."""
+        """Returns the task as JSON for external agents and warm agents; the key ``task`` holds the data row."""
         return {
             "uid": self.uid,
             "attempt": self.attempt,
@@ -72,10 +73,11 @@ class AgentTask:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """Holds the result of an attempt. ``failed`` says why it has no reward, or is empty; ``ended`` is then its end.
+    """Holds the result of an attempt.
 
-    ``reward`` is the agent's own reward, None if the run's reward scores the episode. ``metrics`` maps names to numbers
-    from the agent. ``output`` is the agent's newest output.
+    ``reward`` is the reward that the agent computed, or None if the run's reward scores the episode. ``metrics`` maps
+    names to numbers from the agent. ``failed`` is the reason of a failed attempt, which has no reward; else it is
+    empty. ``ended`` is the end of a failed attempt. ``output`` is the agent's newest output.
     """
 
     reward: float | None = None
@@ -86,7 +88,7 @@ class AgentResult:
 
 
 class AgentRunner(Protocol):
-    """Declares the methods that hand tasks to agents."""
+    """Declares the methods that play tasks with agents."""
 
     async def play(self, task: AgentTask) -> AgentResult:
         """Returns the result of a task. A cancelled call ends the agent without waiting for its exit."""
@@ -96,10 +98,10 @@ class AgentRunner(Protocol):
 
 
 def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
-    """Parses the result of an agent, a JSON object; anything else becomes a failed result.
+    """Parses the result of an agent, a JSON object. Any other value gives a failed result.
 
-    ``reward`` is a finite number or null, ``metrics`` maps names to numbers, and ``error`` says why there is no
-    reward. Other keys are ignored.
+    The key ``reward`` has a finite number or null, ``metrics`` maps names to numbers, and ``error`` has the reason of a
+    failed attempt. Other keys are ignored.
     """
 
     def failed(words: str) -> AgentResult:
@@ -127,7 +129,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_result(file: Path, *, output: str) -> AgentResult:
-    """Reads the result file of an agent; without the file, the result is empty."""
+    """Reads the result file of an agent; a missing file gives an empty result."""
     what = "RELAX_RESULT"
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

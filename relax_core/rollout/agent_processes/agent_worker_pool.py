@@ -1,4 +1,4 @@
-"""Plays episodes in processes that take one task after another, because an agent's libraries take seconds to import."""
+"""Plays episodes in warm agents: a process plays many tasks, because an agent's libraries take seconds to import."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 
 
 class AgentWorkerPool:
-    """Holds ``agent.workers`` processes of ``command``, each started on demand and playing one task at a time.
+    """Holds ``agent.workers`` processes of ``command``. A process starts on demand and plays one task at a time.
 
-    If a task is cancelled, its process has `GRACE_S` seconds to answer it; otherwise the process is ended, and the next
-    task gets a new process. Must be made and used in one event loop. The processes run in ``folder`` unless agent.cwd
-    names a folder.
+    After a task is cancelled, its process has `GRACE_S` seconds to answer this task. A process that does not answer in
+    time is ended, and the next task gets a new process. The pool must be created and used in one event loop. The
+    processes run in the folder agent.cwd, or in ``folder`` if agent.cwd is empty.
     """
 
     def __init__(self, command: Sequence[str], agent: AgentConfig, *, folder: Path) -> None:
@@ -33,7 +33,7 @@ class AgentWorkerPool:
         self._cwd = agent.cwd or str(folder)
         self._limits = AgentLimits()
         self._watch = asyncio.create_task(self._limits.watch())
-        self._free: asyncio.Queue[AgentProcess | None] = asyncio.Queue()  # None: a process that is not started
+        self._free: asyncio.Queue[AgentProcess | None] = asyncio.Queue()  # None: a process that has not started
         for _ in range(agent.workers):
             self._free.put_nowait(None)
         self._ending: set[asyncio.Task[None]] = set()
@@ -53,7 +53,7 @@ class AgentWorkerPool:
                 return result
             end = await process.wait()
             return AgentResult(failed=f"the agent failed: {process.killed or end.describe()}", output=end.output)
-        except OSError as error:  # the machine has no process or no memory left for it
+        except OSError as error:  # the machine has no process or no memory for the agent
             return AgentResult(failed=f"the agent did not start: {error}")
         finally:
             ending = asyncio.create_task(self._give_back(process, task, answered=answered))
@@ -73,7 +73,7 @@ class AgentWorkerPool:
         return process
 
     async def _answer(self, process: AgentProcess, task: AgentTask) -> AgentResult | None:
-        """Returns the agent's answer to a task, or None if the agent has ended; answers to other tasks are ignored."""
+        """Returns the agent's answer to a task, or None if the agent has ended. Answers to other tasks are ignored."""
         while not process.ended.is_set() or not process.answers.empty():
             answer = asyncio.create_task(process.answers.get())
             try:
@@ -83,11 +83,11 @@ class AgentWorkerPool:
                     if told.get("uid") == task.uid and told.get("attempt", task.attempt) == task.attempt:
                         return result_of(told, output=output, what=f"the answer to {task.name}")
             finally:
-                answer.cancel()  # else it would take the next answer
+                answer.cancel()  # a pending get would take the next answer
         return None
 
     async def _give_back(self, process: AgentProcess | None, task: AgentTask, *, answered: bool) -> None:
-        """Frees a process for the next task, or ends it."""
+        """Makes a process available for the next task, or ends the process."""
         if process is not None and not answered and not process.ended.is_set():
             try:
                 async with asyncio.timeout(agent_process.GRACE_S):

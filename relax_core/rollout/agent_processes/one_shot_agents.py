@@ -22,16 +22,17 @@ from relax_core.rollout.agent_processes.agent_tasks import (
 
 
 class OneShotAgentRunner:
-    """Starts ``command`` for each task. ``folder`` holds one folder for each task in flight, and nothing else.
+    """Starts a process of ``command`` for each task.
 
-    Must be made and used in one event loop.
+    ``folder`` contains one folder per task in flight, and no other files. The runner must be created and used in one
+    event loop.
     """
 
     def __init__(self, command: Sequence[str], agent: AgentConfig, *, folder: Path) -> None:
         self._command = command
         self._agent = agent
         self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+        shutil.rmtree(folder, ignore_errors=True)  # folders that a killed process left
         folder.mkdir(parents=True, mode=0o700)
         self._limits = AgentLimits()
         self._watch = asyncio.create_task(self._limits.watch())
@@ -57,7 +58,7 @@ class OneShotAgentRunner:
             if process.killed or end.code != 0:
                 return AgentResult(failed=f"the agent failed: {process.killed or end.describe()}", output=end.output)
             return read_result(own / RESULT_FILE, output=end.output)
-        except OSError as error:  # the machine has no process or no memory left for it
+        except OSError as error:  # the machine has no process or no memory for the agent
             return AgentResult(failed=f"the agent did not start: {error}")
         finally:
             ending = asyncio.create_task(self._end(process, own))

@@ -1,4 +1,4 @@
-"""Derives from the configuration the command of a run's agents and the numbers of concurrent episodes."""
+"""Derives the command of a run's agents and the numbers of concurrent episodes from the configuration."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from relax_core.contracts.env import EnvSpec
 
 
 def agent_command_of(config: RelaxConfig, env: EnvSpec) -> list[str]:
-    """Returns the command that plays the episodes of ``env``, split into words; empty if external agents play them."""
+    """Returns the words of the command that plays the episodes of ``env``; empty if external agents play them."""
     assert env.agent is not None
     return agent_command_line(config.agent, of_env=env.agent(config.env))
 
 
 def max_concurrent_agents(config: RelaxConfig) -> int:
-    """Returns the largest number of episodes that the agents of one rollout worker play at one time."""
+    """Returns the largest number of episodes that the agents of one rollout worker play at the same time."""
     most = episodes_in_flight(config)
     return min(most, config.agent.workers) if config.agent.workers else most
 
 
 def episodes_in_flight(config: RelaxConfig) -> int:
-    """Returns the largest number of episodes of one rollout worker that have begun and are not trained yet."""
+    """Returns the largest number of episodes per rollout worker that have begun and are not trained yet."""
     rollout = config.rollout
     groups = -(-(rollout.prompts_per_step + rollout.spare_prompts) // rollout.workers)
     return config.mode.versions_in_flight * groups * config.algo.group_size

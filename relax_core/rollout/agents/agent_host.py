@@ -1,4 +1,4 @@
-"""Serves the endpoint of one rollout worker, and hands attempts at episodes to its agents."""
+"""Serves the endpoint of one rollout worker, and sends attempts at episodes to agents."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.agents.external_agents import SESSIONS, ExternalAgents, write_address
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-LOGGED_FAILURES = 3  # failed attempts whose whole output is logged
-END_S = 10.0  # wait for a cancelled call of the runner, which normally returns at once
-MAX_BODY_BYTES = 16 * 10**6  # of a request
+LOGGED_FAILURES = 3  # failed attempts with a logged output
+END_S = 10.0  # limit of the wait for a cancelled call of the runner; such a call normally returns at once
+MAX_BODY_BYTES = 16 * 10**6  # limit of a request's body
 _ANY_ADDRESS = ("0.0.0.0", "::")
 log = logging.getLogger(__name__)
 
 
 class AgentHost:
-    """Holds the sessions of one rollout worker, and plays attempts. `agent_host` makes it.
+    """Holds the sessions of one rollout worker, and plays attempts. `agent_host` creates the object.
 
-    ``places`` limits the episodes that are played at one time to ``at_once``.
+    The semaphore ``places`` limits the concurrent episodes to ``at_once``.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class AgentHost:
     async def played(self, task: AgentTask, session: AgentSession, over: asyncio.Event) -> AgentResult:
         """Plays one attempt with an agent and returns its result.
 
-        The agent has agent.timeout_s for its first request, and again after the first answer. The wait for that answer
-        has no limit, because the engine may hold the prompt. ``over`` is set when a limit has ended the episode; the
-        agent then has another `GRACE_S`.
+        The agent has agent.timeout_s seconds for its first request, and again agent.timeout_s seconds after the first
+        answer. The wait for the first answer has no limit, because the engine may hold the prompt back until new
+        weights arrive. The caller sets ``over`` when a limit ends the episode; the agent then has `GRACE_S` more
+        seconds.
         """
         playing = asyncio.create_task(self._runner.play(task))
         limit_s = self._agent.timeout_s
@@ -61,24 +62,24 @@ class AgentHost:
                 await _until(playing, session.answered)
                 in_time = await _until(playing, over, timeout_s=limit_s)
             if not in_time:
-                message = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
+                message = f"the agent did not end within agent.timeout_s={limit_s:g} s"
                 return AgentResult(failed=message, ended="episode_timeout")
             if not await _until(playing, timeout_s=agent_process.GRACE_S):
                 return AgentResult(failed="the agent still runs after the end of its episode")
             return playing.result()
         finally:
-            playing.cancel()  # this also ends the agent
+            playing.cancel()  # the cancellation also ends the agent
             await asyncio.wait([playing], timeout=END_S)
 
     def log_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Logs the output of a failed attempt; only for the first `LOGGED_FAILURES`."""
+        """Logs the output of a failed attempt; only the first `LOGGED_FAILURES` attempts are logged."""
         self._failures += 1
         if self._failures <= LOGGED_FAILURES:
             log.warning("%s: %s. All that its agent wrote:\n%s", record.uid, record.failed, result.output)
 
 
 async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, timeout_s: float | None = None) -> bool:
-    """Waits until an attempt has ended or an event is set; returns whether that happened before the deadline."""
+    """Waits until an attempt ends or one of the events is set; returns False after the timeout."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         done, _ = await asyncio.wait([playing, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -92,9 +93,9 @@ async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, tim
 async def agent_host(
     config: RelaxConfig, tokenizer: PromptTokenizer, *, folder: Path, rank: int, token: str
 ) -> AsyncIterator[AgentHost]:
-    """Serves the endpoint of rollout worker ``rank`` while the context is open; its agents end with it.
+    """Serves the endpoint of rollout worker ``rank`` while the context is open, and then ends its agents.
 
-    Agents have their files in ``folder``. ``token`` opens sessions for external agents, if there is no command.
+    ``folder`` stores the files of agents. Without an agent command, external agents open sessions with ``token``.
     Raises OSError if the address of the endpoint cannot be bound.
     """
     endpoint, at_once = config.endpoint, max_concurrent_agents(config)
@@ -109,7 +110,7 @@ async def agent_host(
         outside=outside,
     )
     async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
-        if endpoint.host in _ANY_ADDRESS:  # clients cannot connect to a wildcard
+        if endpoint.host in _ANY_ADDRESS:  # clients cannot connect to a wildcard address
             base_url = f"http://{socket.gethostname()}:{base_url.rpartition(':')[2]}"
         if outside is None:
             log.info("the endpoint for agents is %s", base_url)

@@ -1,4 +1,4 @@
-"""Plays the episodes of a group with agents: each attempt has its own session at the endpoint."""
+"""Plays the episodes of a group with agents; each attempt at an episode has a separate session at the endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.rollout.episodes.group_player import EarlyEnds, GroupInPlay, Gro
 from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 
-# Counts of a session that become metrics of these names.
+# Names of the session counts that become metrics.
 COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")
 Reached = Callable[[int], Awaitable[None]]
 
@@ -31,10 +31,10 @@ async def _no_wait(version: int) -> None: ...
 
 
 class AgentPlayer(GroupPlayer):
-    """Plays the groups of an env whose episodes are played by agents; ``host`` hands them their tasks.
+    """Plays the groups of an env with agents; ``host`` sends the tasks to the agents.
 
-    All sessions have the same ``form``. ``reached(version)`` returns when the run has these weights; no agent
-    starts before.
+    All sessions have the same ``form``. ``reached(version)`` returns when the run has reached this weight version. The
+    agents of a group start after this call.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class AgentPlayer(GroupPlayer):
 
     @asynccontextmanager
     async def opened(self, group: GroupInPlay) -> AsyncIterator[PlayEpisode]:
-        """Waits for the weights of the group. An attempt that is cancelled ends its own requests."""
+        """Waits for the weight version of the group. A cancelled attempt cancels its own requests."""
         await self._reached(group.start.request.min_version)
         yield partial(self._play, group)
 
     async def _play(self, group: GroupInPlay, sample: int) -> None:
-        """Plays one episode until it has ended, with new attempts if its agent fails."""
+        """Plays one episode to its end; starts a new attempt if the agent fails."""
         while True:
             async with self._host.places:
                 await self._attempt(group, sample)
@@ -106,7 +106,7 @@ class AgentPlayer(GroupPlayer):
             self._host.sessions.close(key)
             record.counts.update({name: session.counts[name] for name in COUNTS})
             record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
-            if given_up:  # in the background, because a busy engine confirms the end late
+            if given_up:  # in the background, because a busy engine confirms a cancellation late
                 start_in(group.tasks, self._form.requests.cancel(given_up))
         self._conclude(record, result)
 
@@ -123,7 +123,7 @@ class AgentPlayer(GroupPlayer):
         return "stale", f"the episode is too old to be trained: {message}"
 
     def _conclude(self, record: EpisodeRecord, result: AgentResult) -> None:
-        """Ends an episode with its agent's result. If a limit has ended it, a failure of the agent does not count."""
+        """Ends an episode with its agent's result; ignores a failure of the agent if a limit has ended the episode."""
         limited = record.ended in REWARDED_ENDS
         if record.ended is not None and not limited:
             return
@@ -152,7 +152,7 @@ def agent_player(
     reached: Reached | None = None,
     in_order: bool = False,
 ) -> AgentPlayer:
-    """Returns the player of a run's agents, whose groups have ``sampling.n`` episodes."""
+    """Returns the player of a run's agents; a group has ``sampling.n`` episodes."""
     env, agent = cast(TurnsConfig, config.env), config.agent
     tools, refused = tool_form(prompts.tokenizer, as_text=env.tools_as == "text")
     form = SessionForm(

@@ -1,7 +1,8 @@
-"""Plays one attempt at an episode that an agent drives: answers its requests, and records the answers as turns.
+"""Plays one attempt at an episode of an agent: answers the agent's requests, and records the answers as turns.
 
-`SessionPrompts` makes the prompts: sampled tokens with the messages after them, or a conversation rendered whole.
-`SessionTable` holds the sessions of an endpoint by their keys; a key opens only its session and ends with it.
+`SessionPrompts` makes the prompts. A prompt continues the sampled tokens of an earlier answer, or the chat template
+renders the complete conversation. `SessionTable` maps keys to the sessions of an endpoint. A key gives access to one
+session, and is valid until the session ends.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, off_loop
 
-_MAX_SIZES = 4  # limit of a request's body, as a multiple of the longest prompt: escapes and omitted text count
+_MAX_SIZES = 4  # limit of a body as a multiple of the longest prompt; a body also has escapes and omitted text
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionForm:
     """Holds the settings that all sessions of a run share.
 
-    ``stop`` are the run's stop strings. ``max_turn_tokens`` limits an answer; with None only ``limits`` do.
-    ``sampling`` has the run's values of parameters that a request may set, by name. With ``history`` "continue",
-    sampled tokens stay in later prompts; "template" renders every prompt whole, as a deployed server would.
-    ``tools_refused`` is the reason why requests with tools are refused, empty if they are not. ``open_requests`` is
-    the largest number of concurrent requests of a session. ``told`` has the wishes that were logged.
+    ``stop`` are the run's stop strings. ``max_turn_tokens`` limits the tokens of an answer; with None only ``limits``
+    applies. ``sampling`` has the run's sampling parameters, by name; a request that asks for other values is logged.
+    With ``history`` "continue", later prompts contain the sampled tokens. With "template", the chat template renders
+    every prompt completely, as in a deployed server. ``tools_refused`` is the reason why requests with tools are
+    refused; it is empty if they are served. ``open_requests`` is the largest number of concurrent requests of a
+    session. ``told`` has the names of parameters that were already logged.
     """
 
     prompts: PromptMaker
@@ -71,9 +73,9 @@ class SessionForm:
 
 
 def tool_form(tokenizer: PromptTokenizer, *, as_text: bool) -> tuple[ToolUse, str]:
-    """Returns the form of tools, and the reason why requests with tools are refused; empty if they are not.
+    """Returns the form of tools, and the reason why requests with tools are refused; empty if they are served.
 
-    Only its requests show whether an agent has tools, so a template without tools is no error of the run.
+    A template without tools is no error at the start of a run: only an agent's requests show whether it uses tools.
     """
     try:
         if not as_text:
@@ -89,14 +91,14 @@ class SessionPrompts:
 
     def __init__(self, form: SessionForm) -> None:
         self._form = form
-        self._between: dict[int, TurnTokens] = {}  # by the number of the opening
+        self._between: dict[int, TurnTokens] = {}  # by `TreeAnswer.opening`
 
     def keep(self, asked: TreeAnswer, between: TurnTokens) -> None:
-        """Stores the `TurnTokens` that continue an answer's conversation, which was rendered whole."""
+        """Stores the `TurnTokens` that continue the conversation of an answer with a completely rendered prompt."""
         self._between[asked.opening] = between
 
     def prompt(self, walk: TreePosition, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
-        """Returns the tokens of a prompt, and the `TurnTokens` that continue it if it was rendered whole.
+        """Returns the tokens of a prompt; for a completely rendered prompt also the `TurnTokens` that continue it.
 
         Raises `RequestRefused` for messages and tools that the chat template does not accept.
         """
@@ -119,9 +121,9 @@ class SessionPrompts:
         )
 
     def check_size(self, request: TurnRequest) -> None:
-        """Raises `RequestRefused` for a request that is far too long for the context, before it is tokenised.
+        """Raises `RequestRefused` if a request is far too long for the context; the request is not tokenised.
 
-        Thinking and other text that a chat template leaves out may make it longer than its prompt.
+        A request may be longer than its prompt, because a chat template leaves out thinking and other text.
         """
         limit = self._form.limits.context_tokens
         if request.size <= LARGE_TEXT:
@@ -130,7 +132,7 @@ class SessionPrompts:
             raise self.too_long(f"at least {limit}")
 
     def _going_on(self, walk: TreePosition, tools: ToolUse) -> list[int]:
-        """Returns the known answer's prompt, its sampled tokens, and the new messages; empty if it has no tokens."""
+        """Returns the known answer's prompt, sampled tokens, and the new messages; empty if no tokens were sampled."""
         known, tokenizer = walk.known, self._form.prompts.tokenizer
         assert known is not None
         sampled = known.sampled
@@ -147,9 +149,9 @@ class SessionPrompts:
         return ids
 
     def _whole(self, request: TurnRequest, tools: ToolUse) -> tuple[list[int], TurnTokens]:
-        """Returns a prompt as the chat template renders the client's messages."""
+        """Returns the client's messages as the chat template renders them."""
         problem: ValueError | None = None
-        for as_text in (False, True):  # a few templates take the arguments of calls as JSON text
+        for as_text in (False, True):  # a few templates expect the arguments of calls as JSON text
             messages = template_messages(request.messages, arguments_as_text=as_text)
             shown = tools.opening(tools.shown(messages))
             try:
@@ -175,18 +177,18 @@ class SessionPrompts:
 log = logging.getLogger(__name__)
 SHOWN = 80  # characters of a foreign message in the log
 _SHOWN_WISH = 40  # characters
-LAST_TOKENS = 16  # last tokens of a prompt, which are searched for the tag that opens thinking
+LAST_TOKENS = 16  # number of last tokens of a prompt that are searched for the tag <think>
 
 
 @dataclass(eq=False, kw_only=True)
 class OpenTurn:
     """Holds one answer, in flight or ended.
 
-    ``tokens`` grows while the answer is sampled; ``grew`` is set when it has grown or the answer has ended.
-    ``anew``: an engine was lost, and another engine began the answer with other tokens. ``conversation`` are the
-    messages of the request without instructions, and ``place`` is the node after them. ``answer`` is set once it
-    has ended, or ``failure`` if it has failed. ``clients`` has a function for each waiting request, which returns
-    whether its client has hung up.
+    ``tokens`` grows while the answer is sampled. ``grew`` is set when ``tokens`` has grown or the answer has ended.
+    ``anew`` is True if an engine was lost and another engine started the answer again with other tokens.
+    ``conversation`` has the messages of the request without instructions, and ``place`` is the node after these
+    messages. ``answer`` is set when the answer has ended, and ``failure`` when it has failed. ``clients`` has one
+    function per waiting request, which returns whether the request's client has hung up.
     """
 
     request: TurnRequest
@@ -211,30 +213,30 @@ class OpenTurn:
         return self.answer is not None or self.failure is not None
 
     def given(self) -> None:
-        """Records that a client has the whole answer, as far as the server of the endpoint can know that."""
+        """Records that a client has received the complete answer, as far as the endpoint's server can know."""
         self.asked.given, self.asked.abandoned = True, False
 
     def hung_up(self) -> None:
-        """Records that a client hung up; the next equal request gets the answer if no other client waits."""
+        """Records that a client hung up; if no other client waits, the next equal request gets the answer."""
         if not self.clients and not self.asked.given:
             self.asked.abandoned = True
 
     def look(self) -> None:
-        """Marks the answer as abandoned if all clients have hung up, even if the event loop has not noticed it yet."""
+        """Marks the answer as abandoned if all clients have hung up, also if the event loop has not noticed yet."""
         if self.clients and not self.asked.given and all(has_hung_up() for has_hung_up in self.clients):
             self.asked.abandoned = True
 
 
 class AgentSession:
-    """Plays one attempt at an episode, and fills its ``record``.
+    """Plays one attempt at an episode, and writes the result to ``record``.
 
-    ``request_of(number, prompt, most)`` returns the engine's request for answer ``number`` with at most ``most``
-    tokens, and ``on_response`` is called with its rid when it is over. ``tie`` chooses among equally loaded
-    engines, and a failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode,
-    with the rids of the engine's requests in flight. ``ends_early`` returns an end and its reason if no further
-    answer may be requested; such an end is a limit, too.
+    ``request_of(number, prompt, most)`` returns the engine request for answer ``number`` with at most ``most`` tokens.
+    ``on_response`` is called with the rid of each engine request that has ended. ``tie`` chooses among equally loaded
+    engines. A failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode, with the
+    rids of the engine requests in flight. ``ends_early`` returns an end and its reason if the episode must not request
+    further answers; such an end is treated as a limit.
 
-    ``asked`` is set with the first request, and ``answered`` when its answer has ended.
+    ``asked`` is set when the first engine request starts, and ``answered`` when the first answer has ended.
     """
 
     def __init__(
@@ -258,16 +260,16 @@ class AgentSession:
         self._forest = ConversationTree()
         self._prompts = SessionPrompts(form)
         self._turns: dict[TreeAnswer, OpenTurn] = {}
-        self._ended: list[OpenTurn] = []  # in the order of their ends
+        self._ended: list[OpenTurn] = []  # ordered by the time of their end
         self.counts: Counter[str] = Counter()
         self.seen_s = time.monotonic()
         self.asked, self.answered = asyncio.Event(), asyncio.Event()
-        self._asking = asyncio.Lock()  # requests are served in the order in which they came
+        self._asking = asyncio.Lock()  # requests are served in the order of their arrival
         self.over = False
 
     @property
     def sampled_tokens(self) -> int:
-        """Returns the number of tokens that ended answers have."""
+        """Returns the total number of tokens of ended answers."""
         return sum(len(turn.response.output_ids) for turn in self._ended if turn.response is not None)
 
     @property
@@ -277,10 +279,10 @@ class AgentSession:
 
     # -- requests -----------------------------------------------------------------------------------------------------
     async def ask(self, request: TurnRequest, *, asked_again: bool = False) -> OpenTurn:
-        """Returns the answer to a request, in flight or ended, and starts it if the request is new.
+        """Returns the answer to a request, in flight or ended; for a new request, starts the answer.
 
-        ``asked_again``: the client marks the request as a retry. The prompt of a large request is made in a
-        thread; the next requests of the session wait for it. Raises `RequestRefused`.
+        ``asked_again`` is True if the client marks the request as a retry. The prompt of a large request is made in a
+        thread; the session's next requests wait for this prompt. Raises `RequestRefused`.
         """
         self.seen_s = time.monotonic()
         async with self._asking:
@@ -322,16 +324,16 @@ class AgentSession:
             raise RequestRefused(410, "this episode has ended; its key is no longer valid", code="episode_ended")
 
     def _conversation(self, request: TurnRequest) -> list[ChatMessage]:
-        """Returns the whole conversation of a request, with that of its ``previous`` answer, without instructions."""
+        """Returns the messages of a request after the conversation of its ``previous`` answer; without instructions."""
         if not request.previous:
             return list(request.messages)
         for turn in self._ended:
             name = f"_{self.record.uid}_{turn.asked.number}"
             if request.previous.endswith(name) and turn.asked.reply is not None:
-                turn.asked.given = True  # the client shows that it has the answer
+                turn.asked.given = True  # the request proves that the client has the answer
                 return [*turn.conversation, turn.asked.reply.message(), *request.messages]
         raise refused(
-            "previous_response_id: no answer of this session that has ended has it; send the whole input",
+            "previous_response_id: no answer of this session that has ended has this id; send the complete input",
             code="previous_response_not_found",
         )
 
@@ -366,13 +368,13 @@ class AgentSession:
         sampling = self._sample(turn, engine)
         try:
             turn.task = self._tasks.create_task(sampling)
-        except RuntimeError:  # the group of tasks is ending, and with it the session
+        except RuntimeError:  # the task group is ending, so the session ends, too
             sampling.close()
             raise RequestRefused(503, "the run ends") from None
         return turn
 
     async def _sample(self, turn: OpenTurn, engine: PromptRequest) -> None:
-        """Samples an answer; if the engines fail, its requests get the failure."""
+        """Samples an answer; a failure of the engines is stored for the requests that wait for this answer."""
 
         def tell(start: int, ids: Sequence[int]) -> None:
             turn.anew = turn.anew or turn.tokens[start : start + len(ids)] not in ([], list(ids))
@@ -460,7 +462,7 @@ class AgentSession:
 
     # -- limits -------------------------------------------------------------------------------------------------------
     def _check_limits(self) -> None:
-        """Ends the episode if its turns or tokens are used up, or if ``ends_early`` returns an end."""
+        """Ends the episode and raises if its turns or tokens are used up, or if ``ends_early`` returns an end."""
         limits = self._form.limits
         reason: Ended | None = None
         if len(self._turns) >= limits.turns:
@@ -476,7 +478,7 @@ class AgentSession:
             raise RequestRefused(410, words, code=reason)
 
     def _room(self, prompt_ids: Sequence[int], request: TurnRequest) -> int:
-        """Returns the token limit of an answer; ended answers of the episode reduce it, concurrent requests do not."""
+        """Returns the token limit of an answer; only the episode's ended answers reduce the limit."""
         context = self._form.limits.context_tokens
         if len(prompt_ids) >= context:
             raise self._prompts.too_long(str(len(prompt_ids)))
@@ -497,7 +499,7 @@ class AgentSession:
 
     def _log_foreign_history(self, walk: TreePosition) -> None:
         for message in walk.foreign:
-            if not self.counts["foreign"]:  # further messages of an episode are only counted
+            if not self.counts["foreign"]:  # later foreign messages of an episode are only counted
                 log.info(
                     "%s: an assistant's message was not sampled here: a segment begins: %r",
                     self.record.uid,
@@ -507,10 +509,10 @@ class AgentSession:
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def end(self, reason: Ended | None = None) -> list[str]:
-        """Ends the session: its key becomes invalid, and answers in flight are cancelled.
+        """Ends the session: the key becomes invalid, and answers in flight are cancelled.
 
-        Answers that no client received become orphans of the record, which keeps the other turns. Returns the
-        rids of the engine's requests in flight.
+        Removes answers that no client received from the turns of the record, and counts their tokens as orphans.
+        Returns the rids of the engine requests in flight.
         """
         if self.over:
             return []
@@ -536,7 +538,7 @@ class AgentSession:
         self._ended = [self._ended[place] for place in kept]
 
     def _is_leaf(self, turn: OpenTurn) -> bool:
-        """Returns whether no later prompt continues all of an answer's tokens."""
+        """Returns True if no later prompt begins with the answer's prompt and all of its sampled tokens."""
         whole = [*turn.asked.prompt_ids, *turn.asked.sampled]
         return not any(
             ended_turn.asked.near is turn.asked and ended_turn.asked.prompt_ids[: len(whole)] == whole
@@ -549,17 +551,17 @@ def _tools_key(request: TurnRequest) -> Hashable:
 
 
 def _share_of(ids: Sequence[int], characters: int, whole: int) -> int:
-    """Returns the approximate number of tokens in ``characters`` of a text with ``whole`` characters."""
+    """Estimates how many of the tokens ``ids`` belong to ``characters`` of the text's ``whole`` characters."""
     return round(len(ids) * characters / whole) if whole else 0
 
 
 KEY_BYTES = 32
-KNOWN_ENDED = 1 << 16  # ended keys that are distinguished from unknown keys
+KNOWN_ENDED = 1 << 16  # ended keys that the table remembers, to distinguish them from unknown keys
 RETRY_S = 5
 
 
 class SessionTable:
-    """Holds at most ``most`` open sessions, by the digests of their keys; it does not store the keys."""
+    """Maps the digests of keys to at most ``most`` open sessions; the keys themselves are not stored."""
 
     def __init__(self, *, most: int) -> None:
         self._most = most
@@ -570,7 +572,7 @@ class SessionTable:
         return len(self._open)
 
     def open(self, session: AgentSession) -> str:
-        """Returns the key of a new session. Raises `RequestRefused` 429 if there are too many."""
+        """Adds a session and returns its key. Raises `RequestRefused` 429 if too many sessions are open."""
         if len(self._open) >= self._most:
             raise RequestRefused(429, f"{self._most} sessions are open; ask again", retry_after_s=RETRY_S)
         key = f"rlx-{secrets.token_urlsafe(KEY_BYTES)}"

@@ -1,4 +1,4 @@
-"""Parses sampled text into thinking, content and tool calls, either complete or incrementally for a stream."""
+"""Parses sampled text into thinking, content and tool calls: a complete text, or piece by piece for a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.data.tool_parsers import CALL_MARKS, read_calls
 from relax_core.rollout.agents.chat_messages import ChatCall, Reply
 
 THINK, THINK_END = "<think>", "</think>"
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder emits it for an incomplete character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder emits this character for an incomplete character
 Piece = tuple[Literal["reasoning", "content"], str]
 
 
@@ -21,8 +21,9 @@ Piece = tuple[Literal["reasoning", "content"], str]
 class AnswerForm:
     """Describes how an answer is parsed.
 
-    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` names the tool parser, and ``tools``
-    are those of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
+    ``opened`` is True if the prompt ends with the tag that opens thinking. ``parser`` is the name of the tool parser.
+    ``tools`` are the tools of the request. ``stop`` are stop strings: the content is cut at the first stop string. A
+    stop string inside a tool call does not cut the call.
     """
 
     opened: bool
@@ -32,16 +33,16 @@ class AnswerForm:
 
 
 def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
-    """Parses a text without its stop token; malformed calls stay in the content, even next to valid calls.
+    """Parses a text without its stop token. Malformed calls stay in the content, also if other calls are valid.
 
-    ``number`` is part of the calls' ids.
+    ``number`` is the number of the answer in its session; the ids of the calls contain it.
     """
     reasoning, content = _divided(_cut(text, form.stop), form)
     full = _divided(text, form)[1]
     calls: tuple[ChatCall, ...] = ()
     if form.tools:
         read = read_calls(content, parser=form.parser, tools=form.tools)
-        if content != full:  # a stop string may be the end of a call
+        if content != full:  # a stop string may be the last text of a call
             whole = read_calls(full, parser=form.parser, tools=form.tools)
             if len(whole.calls) > len(read.calls):
                 read = replace(whole, content=_cut(whole.content, form.stop))
@@ -51,7 +52,7 @@ def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
                 ChatCall(
                     name=call.name,
                     arguments=json.dumps(call.arguments, ensure_ascii=False),
-                    id=f"c{number:05d}{index:03d}",  # Mistral's template wants nine letters or digits
+                    id=f"c{number:05d}{index:03d}",  # Mistral's template requires nine letters or digits
                 )
                 for index, call in enumerate(read.calls)
             )
@@ -60,7 +61,7 @@ def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
 
 
 def thinks(text: str, form: AnswerForm) -> int:
-    """Returns the number of characters of a text that are thinking, tags included."""
+    """Returns the number of characters of the thinking in a text, including the tags."""
     begun = form.opened or text.lstrip().startswith(THINK)
     at = text.find(THINK_END)
     return (len(text) if at < 0 else at + len(THINK_END)) if begun else 0
@@ -71,7 +72,7 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 def _divided(text: str, form: AnswerForm) -> tuple[str, str]:
-    """Returns thinking and content. Only text that begins with the tag is thinking, unless the prompt has the tag."""
+    """Returns thinking and content. There is thinking if the text begins or the prompt ends with the tag <think>."""
     inner = text
     if text.lstrip().startswith(THINK):
         inner = text.lstrip()[len(THINK) :]
@@ -82,12 +83,12 @@ def _divided(text: str, form: AnswerForm) -> tuple[str, str]:
 
 
 class IncrementalDetokenizer:
-    """Decodes tokens incrementally; ``text`` has only whole characters."""
+    """Decodes tokens incrementally; ``text`` contains only complete characters."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._from = self._read = 0  # tokens between them are decoded again, because text depends on earlier tokens
+        self._from = self._read = 0  # tokens in this range are decoded again: text depends on earlier tokens
         self.text = ""
 
     def add(self, ids: Sequence[int]) -> None:
@@ -101,20 +102,20 @@ class IncrementalDetokenizer:
 
 
 class StreamedReply:
-    """Splits a growing answer into pieces for streaming; together they are the reply."""
+    """Splits a growing answer into pieces for streaming; all pieces together are the reply."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._told: dict[str, str] = {"reasoning": "", "content": ""}
 
     def grown(self, text: str) -> list[Piece]:
-        """Returns the new pieces of a text that its continuation cannot change."""
+        """Returns the new pieces of a growing text that later text cannot change."""
         form = self._form
         cut = _cut(text, form.stop)
         if cut == text:
             cut = _without_begun(text, form.stop)
         if THINK.startswith(cut.lstrip()):
-            return []  # it may become the tag
+            return []  # the text may become the tag
         thinking, content = _divided(cut, form)
         if thinks(cut, form) == len(cut) and THINK_END not in cut:
             inner = _without_begun(cut, (THINK_END,))
@@ -122,7 +123,7 @@ class StreamedReply:
         return [*self._new("reasoning", thinking), *self._new("content", self._certain(content))]
 
     def ended(self, reply: Reply) -> list[Piece]:
-        """Returns the pieces of the final reply that were not sent yet."""
+        """Returns the unsent pieces of the final reply."""
         return [*self._new("reasoning", reply.reasoning), *self._new("content", reply.content)]
 
     def _certain(self, content: str) -> str:
@@ -143,7 +144,7 @@ class StreamedReply:
 
 
 def _without_begun(text: str, marks: Sequence[str]) -> str:
-    """Returns a text without a suffix that may become one of these marks."""
+    """Returns a text without a suffix that may be the beginning of one of these marks."""
     longest = 0
     for mark in marks:
         for length in range(min(len(mark) - 1, len(text)), longest, -1):

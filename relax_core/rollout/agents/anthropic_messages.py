@@ -1,4 +1,4 @@
-"""Translates Anthropic's Messages protocol: bodies to requests, answers to replies or server-sent events."""
+"""Translates Anthropic's Messages protocol: request bodies to requests, answers to replies or server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_core.rollout.agents.chat_messages import (
     refused,
 )
 
-SIGNATURE = "relax"  # of thinking blocks; clients send it back, and it is not checked
+SIGNATURE = "relax"  # of thinking blocks; clients send the signature back, and Relax does not check it
 
 
 class _Block(msgspec.Struct):
@@ -76,7 +76,7 @@ _decoder = msgspec.json.Decoder(_MessagesBody)
 
 
 def read_messages(body: bytes) -> TurnRequest:
-    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
+    """Parses a request body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     messages = []
@@ -197,14 +197,14 @@ def messages_reply(request: TurnRequest, answer: TurnAnswer, *, session: str) ->
 
 
 class MessagesEvents:
-    """Makes the server-sent events of a streamed answer: content blocks, each with a start and a stop event."""
+    """Makes the server-sent events of a streamed answer; a content block has a start event and a stop event."""
 
     def __init__(self, request: TurnRequest, *, number: int, prompt_tokens: int, session: str) -> None:
         self._request = request
         self._name = f"msg_{session}_{number}"
         self._prompt_tokens = prompt_tokens
         self._index = -1
-        self._open = ""  # the kind of the block that is open
+        self._open = ""  # the kind of the open block
 
     def begin(self) -> bytes:
         """Returns the first event."""

@@ -1,4 +1,4 @@
-"""Translates OpenAI's Chat Completions protocol: bodies to requests, answers to replies or server-sent events."""
+"""Translates OpenAI's Chat Completions protocol: bodies to requests, and answers to replies or server-sent events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _ChatBody(msgspec.Struct):
     chat_template_kwargs: Any = None
 
 
-# Fields that would change the sampled distribution, or that are not supported.
+# Refused fields: they would change the sampled distribution, or they are not supported.
 _REFUSED = {
     "logit_bias": "it changes the distribution that is trained",
     "functions": "it is the old form of tools; send tools",
@@ -121,7 +121,7 @@ _REFUSED = {
     "logprobs": "they are not returned here; return_token_ids=true returns the tokens",
     "top_logprobs": "they are not returned here; return_token_ids=true returns the tokens",
 }
-# Values that the run decides: such a request is served, and the difference is logged once.
+# Fields with a value that the run decides. A request with another value is served, and the difference is logged once.
 _WISHES = ("temperature", "top_p", "seed", "top_k", "min_p", "frequency_penalty", "presence_penalty",
            "repetition_penalty", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 _NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
@@ -129,10 +129,10 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 
 
 def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """Returns a JSON body with its types checked. Raises `RequestRefused` for an invalid body."""
+    """Decodes a JSON body and checks its types. Raises `RequestRefused` for an invalid body."""
     try:
         raw = decoder.decode(body)
-        if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # fewer cannot be nested too deeply
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # a shorter body cannot be nested too deeply
             check_depth(msgspec.to_builtins(raw))
     except ValueError as error:
         raise refused(f"the body: {error}") from error
@@ -142,7 +142,7 @@ def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 
 def read_chat(body: bytes) -> TurnRequest:
-    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
+    """Parses a request body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     if raw.n not in (None, 1):
@@ -167,7 +167,7 @@ def read_chat(body: bytes) -> TurnRequest:
 
 
 def refuse_named(raw: Any, reasons: Mapping[str, str]) -> None:
-    """Raises `RequestRefused` if an unsupported field has a value."""
+    """Raises `RequestRefused` if a refused field has a value."""
     for name, why in reasons.items():
         if getattr(raw, name) not in (None, False, 0, {}, []):
             raise refused(f"{name}: {why}; leave it out", code="unsupported_parameter")
@@ -184,12 +184,12 @@ def refuse_format(wanted: Mapping[str, Any] | None, key: str) -> None:
 
 
 def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the distinct stop strings of a request, in order."""
+    """Returns the stop strings of a request in order, without duplicates."""
     return tuple(dict.fromkeys([given] if isinstance(given, str) else given or ()))
 
 
 def shown_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a tool in the format of chat templates."""
+    """Returns a tool in the format that chat templates expect."""
     function = {
         "name": name,
         "description": description or "",

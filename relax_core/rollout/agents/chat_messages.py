@@ -1,7 +1,8 @@
-"""Defines chat messages, requests for an answer and their answers in one form for all client protocols.
+"""Defines chat messages, requests and answers in a common form for all client protocols.
 
-A client does not return a conversation unchanged: it omits thinking, writes the arguments of a call with other white
-space, or changes ids. Therefore sampled answers are found by the content of their messages.
+A client sends the conversation with every request, but it may change the conversation: it may omit thinking, reformat
+the arguments of a call, or change ids. Therefore messages of the client are matched to sampled answers by their
+content.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class ChatCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """Holds one message. ``reasoning`` is the thinking of an assistant, and ``calls`` are its tool calls.
+    """Holds one message. ``reasoning`` and ``calls`` are the thinking and the tool calls of an assistant's message.
 
-    ``call_id`` of a tool's message is the id of the call that it answers.
+    ``call_id`` of a tool's message is the id of the answered call.
     """
 
     role: Role
@@ -45,7 +46,7 @@ class ChatMessage:
 
     @property
     def identity(self) -> Identity:
-        """Returns the content of the message without ids and thinking; messages with equal identities are the same."""
+        """Returns the content of the message without ids and thinking. Messages with equal identities are equal."""
         if self.role == "assistant":
             return (self.role, self.content.strip(), called(self.calls))
         return (self.role, self.content)
@@ -53,10 +54,10 @@ class ChatMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Holds a sampled response in the form that a client gets.
+    """Holds a sampled response in the form that clients receive.
 
-    ``content`` is the text without thinking, calls and the stop string that ended it. ``full`` includes that string,
-    because a client may send it back.
+    ``content`` is the text without thinking, calls, and the stop string that ended the response. ``full`` includes the
+    stop string, because a client may send the text back with this string.
     """
 
     content: str
@@ -70,9 +71,11 @@ class Reply:
 
 
 def compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
-    """Returns whether an assistant's message equals a reply, begins with it or is foreign, and the text after it.
+    """Compares an assistant's message with a reply; returns the grade, and the text after the reply.
 
-    Thinking counts only if the client sends it. Some clients write it before the text, between its tags.
+    The grade is "same", "begins" (the message has further text after the reply) or "foreign".
+
+    Thinking is compared only if the client sends it. Some clients write the thinking with its tags before the text.
     """
     grade, rest = _compared(message, reply)
     if grade == "foreign" and not message.reasoning and (apart := _THINKING.match(message.content)):
@@ -95,14 +98,15 @@ def _compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
 
 
 def called(calls: Sequence[ChatCall]) -> tuple[tuple[str, str], ...]:
-    """Returns names and arguments of calls in canonical form."""
+    """Returns the names and arguments of calls in canonical form."""
     return tuple((call.name, same_json(call.arguments)) for call in calls)
 
 
 def same_json(text: str) -> str:
-    """Returns a JSON text in the canonical form of its value; other text stays as it is.
+    """Returns a JSON text in canonical form; other text is returned unchanged.
 
-    The order of keys and white space do not count, and numbers count by their value.
+    Two JSON texts have the same canonical form if their values are equal: the order of keys, white space and the
+    notation of numbers do not matter.
     """
     try:
         value = json.loads(text) if text.strip() else {}
@@ -120,9 +124,9 @@ def _by_value(value: Any) -> Any:
 
 
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """Returns messages in the format of chat templates; tool results name the called tool.
+    """Returns messages in the format that chat templates expect; tool results name the called tool.
 
-    Most templates take the arguments of a call as an object, some as JSON text.
+    Most templates expect the arguments of a call as an object; a few expect JSON text.
     """
     names: dict[str, str] = {}
     shown: list[dict[str, Any]] = []
@@ -158,9 +162,9 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class RequestRefused(Exception):
-    """Refuses a request with an HTTP status; the text names the problem and the fix, ``code`` is for programs.
+    """Refuses a request with an HTTP status. The text names the problem and the fix; ``code`` is for programs.
 
-    With ``retry_after_s`` the client may send it again after that many seconds.
+    ``retry_after_s``: the client may send the request again after this many seconds.
     """
 
     def __init__(self, status: int, message: str, *, code: str = "", retry_after_s: int | None = None) -> None:
@@ -169,7 +173,7 @@ class RequestRefused(Exception):
 
 
 def refused(message: str, *, code: str = "") -> RequestRefused:
-    """Returns the refusal of a request that cannot be served or trained as it is."""
+    """Returns the refusal (HTTP 400) of a request that cannot be served or trained."""
     return RequestRefused(400, message, code=code)
 
 
@@ -177,11 +181,11 @@ def refused(message: str, *, code: str = "") -> RequestRefused:
 class TurnRequest:
     """Holds a request for one answer.
 
-    ``max_tokens`` limits its sampled tokens. ``wishes`` are values in the request that the run does not follow, by
-    their keys, such as a temperature. ``token_ids``: the answer includes its tokens. ``usage``: a stream ends with
-    the counts of tokens. ``previous`` names the answer of the session whose conversation ``messages`` continue, and
-    ``instructions`` are a system message before all of them (`with_instructions`). ``size`` is the number of bytes of
-    its body.
+    ``max_tokens`` limits the sampled tokens. ``wishes`` has requested values that the run decides, such as a
+    temperature, by key. ``token_ids``: the client receives the tokens of the answer. ``usage``: a stream ends with
+    token counts. ``previous`` is the id of an earlier answer of the session; ``messages`` continue the conversation of
+    this answer. ``instructions`` is a system message before all messages (`with_instructions`). ``size`` is the number
+    of bytes of the body.
     """
 
     messages: Sequence[ChatMessage]
@@ -198,7 +202,7 @@ class TurnRequest:
     size: int = 0
 
     def with_instructions(self) -> TurnRequest:
-        """Returns the request with its instructions as the first message."""
+        """Returns a copy of the request with the instructions as the first message."""
         if not self.instructions:
             return self
         return replace(self, messages=[ChatMessage(role="system", content=self.instructions), *self.messages])
@@ -208,9 +212,10 @@ class TurnRequest:
 class TurnAnswer:
     """Holds the answer to a request.
 
-    ``number`` is its number in the session. ``token_ids`` are all sampled tokens, ``reasoning_tokens`` of them are
-    thinking, and ``cached_tokens`` of the prompt's tokens were cached by the engine. ``stopped_by`` is the stop
-    string that ended it, None if none did. ``created_s`` is the Unix time of the request.
+    ``number`` is the number of the answer in the session. ``token_ids`` are all sampled tokens. ``reasoning_tokens`` is
+    the number of sampled tokens that are thinking, and ``cached_tokens`` is the number of prompt tokens in the engine's
+    cache. ``stopped_by`` is the stop string that ended the answer, or None. ``created_s`` is the Unix time of the
+    request.
     """
 
     number: int
@@ -225,19 +230,18 @@ class TurnAnswer:
 
 
 def check_request(request: TurnRequest) -> None:
-    """Raises `RequestRefused` for errors that types do not catch: counts, order of roles, results without a call."""
+    """Raises `RequestRefused` for errors that types cannot exclude: counts, order of roles, results without a call."""
     messages = request.messages
     if not messages:
         raise refused("messages: there is none; send at least one message of the user")
     if len(messages) > MAX_MESSAGES:
-        raise refused(f"messages: there are {len(messages)}, at most {MAX_MESSAGES} are taken; shorten the history")
+        raise refused(f"messages: there are {len(messages)}, at most {MAX_MESSAGES} are accepted; shorten the history")
     if len(request.tools) > MAX_TOOLS:
-        raise refused(f"tools: there are {len(request.tools)}, at most {MAX_TOOLS} are taken; send fewer")
+        raise refused(f"tools: there are {len(request.tools)}, at most {MAX_TOOLS} are accepted; send fewer")
     if len(request.stop) > MAX_STOP_STRINGS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
         raise refused(
-            f"stop: at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters are taken; send fewer, "
-            "and "
-            "no empty one"
+            f"stop: at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters are accepted; send "
+            "fewer or shorter strings, and no empty string"
         )
     if request.max_tokens is not None and request.max_tokens < 1:
         raise refused(f"max_tokens={request.max_tokens}: give 1 or more, or leave it out")
@@ -258,12 +262,12 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
         called.update(call.id for call in message.calls)
         if message.role == "tool" and message.call_id not in called:
             raise refused(
-                f"messages[{number}]: the result of a tool with the id {message.call_id[:80]!r}, which no call before "
+                f"messages[{number}]: the result of a tool has the id {message.call_id[:80]!r}, which no call before "
                 "it has; send the assistant's message with the call, too"
             )
         for text in (message.content, message.reasoning, *_call_texts(message.calls)):
             if clean_text(text) != text:
-                raise refused(f"messages[{number}]: half of a surrogate pair is no text; send whole characters")
+                raise refused(f"messages[{number}]: half of a surrogate pair is no text; send complete characters")
 
 
 def _call_texts(calls: Sequence[ChatCall]) -> list[str]:

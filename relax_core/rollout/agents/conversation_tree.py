@@ -1,8 +1,9 @@
-"""Maps the conversations of a session to the sampled tokens: a forest of messages with the answers in it.
+"""Maps the conversations of a session to sampled tokens, with a forest of messages and sampled answers.
 
-A request is a list of messages. Its walk through the forest begins at the root of its tools and takes one step for each
-message. An assistant's message that repeats an answer sampled at the current node leads to the node after this answer.
-The next prompt continues after the deepest such answer, with its sampled tokens and not with the client's text.
+A request is a list of messages. The position of a request in the forest is found by a walk: it begins at the root for
+the request's tools, and each message leads to the next node. If an assistant's message repeats an answer that was
+sampled at the current node, the message leads to the node after this answer. The prompt of the request continues after
+the deepest repeated answer, with the sampled tokens in place of the client's text.
 """
 
 from __future__ import annotations
@@ -15,26 +16,30 @@ from relax_core.rollout.agents.chat_messages import ChatMessage, Identity, Reply
 
 @dataclass(eq=False, kw_only=True)
 class ConversationNode:
-    """Holds a node: the conversation state after some messages. ``answers`` were requested here, in order."""
+    """Holds a node: the state of a conversation after some messages.
+
+    ``steps`` maps messages to the next nodes. ``answers`` are the answers that were requested at this node, in order.
+    """
 
     steps: dict[Hashable, ConversationNode] = field(default_factory=dict)
     answers: list[TreeAnswer] = field(default_factory=list)
 
     def step(self, key: Hashable) -> ConversationNode:
-        """Returns the node after one more message."""
+        """Returns the node after one more message; a missing node is added."""
         return self.steps.setdefault(key, ConversationNode())
 
 
 @dataclass(eq=False, kw_only=True)
 class TreeAnswer:
-    """Holds one answer that was requested at a node, ``number`` in the order of the session's requests.
+    """Holds one answer that was requested at a node.
 
-    Requests for an answer at one node with equal ``kind`` are the same request. ``parent`` is the answer whose
-    tokens the prompt continues, or None if the chat template rendered the whole prompt. ``opening`` numbers these
-    rendered prompts; an answer has the number of its parent. ``near`` is the deepest answer in the conversation.
-    ``prompt_ids`` are all tokens before the answer. ``sampled`` are all tokens of the answer; they and ``reply`` are
-    set once it has ended. ``given``: a client has received it. ``abandoned``: the client that requested it hung up.
-    ``after`` is the node after it.
+    ``number`` is the number of the answer in the session, in the order of requests. Two requests at the same node are
+    equal if they have the same ``kind``. ``parent`` is the earlier answer that the prompt continues, or None if the
+    chat template rendered the complete prompt. ``opening`` is the number of this rendered prompt; answers that continue
+    it have the same ``opening``. ``near`` is the deepest answer in the conversation before this answer. ``prompt_ids``
+    are all tokens before the answer. ``sampled``, all tokens of the answer, and ``reply`` are set when the answer ends.
+    ``given`` is True if a client has received the answer. ``abandoned`` is True if the clients that requested the
+    answer hung up. ``after`` is the node after the answer.
     """
 
     number: int
@@ -54,11 +59,11 @@ class TreeAnswer:
 class TreePosition:
     """Holds the position of a request in the forest.
 
-    ``place`` is the node after all of its messages. ``known`` is the deepest answer, which the prompt
-    continues; it is None if there is no answer or if a foreign answer follows it. ``rest`` is the text that the
-    client has appended to that answer, in the same message, and ``tail`` are the messages after it. ``nearest`` is
-    the deepest answer on the path, even if it is not ``known``. ``foreign`` are the unreported assistant messages
-    that repeat no sampled answer although their node has sampled answers.
+    ``place`` is the node after all messages of the request. ``nearest`` is the deepest sampled answer on the path, or
+    None. ``known`` is the answer that the prompt continues: it is ``nearest``, or None if a foreign message of the
+    assistant follows ``nearest``. ``rest`` is the text that the client has appended to the message of ``known``, and
+    ``tail`` are the messages after this message. ``foreign`` has assistant messages that differ from all sampled
+    answers at their node; each is reported only once.
     """
 
     place: ConversationNode
@@ -75,11 +80,11 @@ class ConversationTree:
     def __init__(self) -> None:
         self._roots: dict[Hashable, ConversationNode] = {}
         self._openings = self._asked = 0
-        self._told: set[tuple[int, Identity]] = set()  # nodes and foreign messages that were reported
+        self._told: set[tuple[int, Identity]] = set()  # foreign messages that were reported, with their nodes
         self.answers: list[TreeAnswer] = []
 
     def walk(self, messages: Sequence[ChatMessage], *, tools: Hashable) -> TreePosition:
-        """Returns the position of a conversation with these tools. A foreign message is reported once for its node."""
+        """Returns the position of a conversation with these tools. A foreign message is reported once per node."""
         place = self._roots.setdefault(tools, ConversationNode())
         known: TreeAnswer | None = None
         nearest: TreeAnswer | None = None
@@ -109,9 +114,9 @@ class ConversationTree:
     def repeated(self, walk: TreePosition, *, kind: Hashable, asked_again: bool) -> TreeAnswer | None:
         """Returns the answer for a repeated request, in flight or ended; None for a new request.
 
-        With ``asked_again`` the client marks the request as a retry. Otherwise a request repeats an equal
-        request whose client hung up before it had the answer; equal requests of two waiting clients get two
-        answers.
+        With ``asked_again`` the client marks the request as a retry. Without this mark, a request is a repetition if
+        the client of an equal request hung up before the client received the answer. Equal requests of two waiting
+        clients get two answers.
         """
         equal = [answer for answer in walk.place.answers if answer.kind == kind]
         lost = [answer for answer in equal if not answer.given]
@@ -120,7 +125,7 @@ class ConversationTree:
         return next((answer for answer in reversed(lost) if answer.abandoned), None)
 
     def ask(self, walk: TreePosition, *, kind: Hashable, prompt_ids: list[int], whole: bool) -> TreeAnswer:
-        """Adds an answer that is about to be sampled; ``whole``: the chat template rendered its whole prompt."""
+        """Adds an answer before it is sampled; ``whole``: the chat template rendered the complete prompt."""
         if whole or walk.known is None:
             opening, parent = self._openings, None
             self._openings += 1
@@ -135,19 +140,19 @@ class ConversationTree:
         return answer
 
     def withdraw(self, place: ConversationNode, answer: TreeAnswer) -> None:
-        """Removes an answer that the engines failed to give, so that the next equal request is a new request."""
+        """Removes an answer that was not sampled, so that the next equal request is a new request."""
         place.answers.remove(answer)
         self.answers.remove(answer)
 
     def orphans(self) -> list[TreeAnswer]:
-        """Returns the ended answers that no client has received; no conversation continues after them."""
+        """Returns the ended answers that no client has received. No conversation continues after such answers."""
         return [answer for answer in self.answers if answer.reply is not None and not answer.given]
 
 
 def _found(place: ConversationNode, message: ChatMessage) -> tuple[TreeAnswer | None, str]:
-    """Returns the newest answer at a node that a message repeats, or else the longest answer that it begins with.
+    """Returns the newest answer that a message repeats, or else the longest answer that the message begins with.
 
-    The text is the rest of the message after the answer.
+    Only the answers at the node are compared. The returned text is the part of the message after the answer.
     """
     begun: list[tuple[int, TreeAnswer, str]] = []
     for answer in reversed(place.answers):
@@ -155,7 +160,7 @@ def _found(place: ConversationNode, message: ChatMessage) -> tuple[TreeAnswer | 
             continue
         grade, rest = compared(message, answer.reply)
         if grade == "same":
-            answer.given = True  # the client shows that it has the answer
+            answer.given = True  # the message proves that the client has the answer
             return answer, ""
         if grade == "begins":
             begun.append((-len(rest), answer, rest))

@@ -1,6 +1,6 @@
-"""The ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events.
+"""The ASGI application of the endpoint: finds the session of a request, and sends the answer complete or as a stream.
 
-`served` serves it on a port of this host, in the event loop of the rollout.
+`served` serves the application on a port of this host, in the event loop of the rollout.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from relax_core.engines.asgi_server import Connection
 
 
-QUIET_S = 15.0  # interval of comments in an idle stream, so that no client times out
-RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count the retries of a request there
+QUIET_S = 15.0  # seconds between comments in an idle stream, so that clients do not time out
+RETRIES = b"x-stainless-retry-count"  # header in which OpenAI's and Anthropic's clients count the retries of a request
 MAX_BODY_BYTES = 16 << 20
 
 
@@ -69,7 +69,7 @@ class Events(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ApiProtocol:
-    """Defines one protocol: how a body is parsed, and how a reply, events and an error look."""
+    """Defines one protocol: functions that parse a body, and make a reply, the events of a stream, and an error."""
 
     read: Callable[[bytes], TurnRequest]
     reply: Callable[[TurnRequest, TurnAnswer, str], Mapping[str, Any]]
@@ -110,9 +110,10 @@ API_PROTOCOLS: Mapping[str, ApiProtocol] = {
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """Holds the client of one request: its connection, the function that sends to it, and a task.
+    """Holds the client of one request.
 
-    The task ends when the event loop reads that the client has closed the connection.
+    ``send`` sends to the client. The task ``watcher`` ends when the event loop notices that the client has closed the
+    connection.
     """
 
     connection: Connection
@@ -122,31 +123,32 @@ class _Client:
     def has_hung_up(self) -> bool:
         """Returns whether the client has closed the connection by now.
 
-        The connection is checked, too, because the task notices a closed connection only some iterations of the
-        event loop later. An answer that ends in between would be trained although the agent never received it.
+        ``watcher`` notices a closed connection only some iterations of the event loop later, so the connection itself
+        is checked, too. Otherwise an answer that ends in this time would be trained although the agent never received
+        the answer.
         """
         return self.watcher.done() or self.connection.has_hung_up()
 
     async def takes(self, body: bytes) -> bool:
-        """Sends the rest of an answer; returns whether the kernel took all of it while the connection was open.
+        """Sends the rest of an answer; returns True if the kernel accepted all bytes while the connection was open.
 
-        The wait for the kernel ends when the client reads or hangs up, or when a sweep of the server finds that
-        it reads nothing. A kernel that gets bytes for a closed socket resets the connection. On one machine
-        that happens before the write returns, so a client is noticed that hung up after the check by
-        `has_hung_up`. Two cases remain unnoticed: a client that hangs up with unread bytes in the buffers of
-        the kernels, and a client on another machine whose packet about it has not arrived.
+        The wait for the kernel ends when the client reads or hangs up, or when the server's sweep closes a connection
+        with a client that reads nothing. A kernel that receives bytes for a closed socket resets the connection. If the
+        client runs on the same machine, the reset happens before the write returns; this reveals a client that hung up
+        after the check by `has_hung_up`. Two cases remain unnoticed: a client that hangs up with unread bytes in the
+        kernels' buffers, and a client on another machine if the packet about its end has not arrived.
         """
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
         await self.connection.flow.drain()
-        # Checked before the response ends, because the server may then close the connection itself. A client that
-        # closes it later has read everything.
+        # Checked before the response ends, because the server may close the connection at the end. A client that
+        # closes the connection later has read all bytes.
         taken = not self._was_reset()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         return taken
 
     def _was_reset(self) -> bool:
         transport = self.connection.transport
-        if transport.is_closing():  # a write failed, or the client hung up before the kernel had everything
+        if transport.is_closing():  # a write failed, or the client hung up before the kernel had all bytes
             return True
         errors = select.poll()
         errors.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
@@ -154,9 +156,9 @@ class _Client:
 
 
 class EndpointApp:
-    """Answers the clients of agents. ``model`` is the name of the policy in the list of models.
+    """Answers requests of agents. ``model`` is the name of the policy in the list of models.
 
-    ``outside`` gives sessions to external agents; None refuses them.
+    ``outside`` opens sessions for external agents; with None, external agents are refused.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class EndpointApp:
     async def _answer(
         self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: ApiProtocol, *, client: _Client
     ) -> None:
-        """Waits for an answer and sends it. If the client hangs up, the answer is still sampled to its end."""
+        """Waits for an answer and sends the answer. An answer is sampled to its end even if the client hangs up."""
         name = session.record.uid
         client.watcher.add_done_callback(lambda done: turn.grew.set())
         turn.clients.append(client.has_hung_up)
@@ -248,7 +250,7 @@ class EndpointApp:
                 turn.hung_up()
 
     async def _stream(self, turn: OpenTurn, events: Events, client: _Client) -> bool:
-        """Sends an answer while it is sampled; returns whether the client has received all of it."""
+        """Sends an answer while it is sampled; returns True if the client has received the complete answer."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
             await client.send({"type": "http.response.body", "body": body, "more_body": more})
@@ -281,7 +283,7 @@ class EndpointApp:
 
 
 async def _end(turn: OpenTurn, watcher: asyncio.Task[None]) -> None:
-    """Waits until an answer has ended or its client hung up."""
+    """Waits until an answer has ended or the client has hung up."""
     while True:
         turn.grew.clear()
         if turn.done or watcher.done():
@@ -290,7 +292,7 @@ async def _end(turn: OpenTurn, watcher: asyncio.Task[None]) -> None:
 
 
 async def _news(turn: OpenTurn) -> bool:
-    """Waits until an answer has grown or ended, or its client hung up; returns False after `QUIET_S`."""
+    """Waits until an answer grows or ends, or the client hangs up; returns False after `QUIET_S` seconds."""
     try:
         async with asyncio.timeout(QUIET_S):
             await turn.grew.wait()
@@ -319,7 +321,7 @@ async def _refuse(send: Send, shape: ApiProtocol, error: RequestRefused) -> None
 
 
 def _path_key(path: str) -> tuple[str, str]:
-    """Returns the key in a path and the path without it: clients that cannot set a key have it in the base URL."""
+    """Returns a path's key and the path without the key. Clients that cannot set a key have a base URL with the key."""
     if not path.startswith("/s/"):
         return "", path
     key, slash, rest = path.removeprefix("/s/").partition("/")
@@ -339,14 +341,15 @@ def _asked_again(scope: Scope) -> bool:
 
 
 KEEP_ALIVE_S = 600  # an agent may think or run tools between two requests
-GRACE_S = 1  # seconds that open requests get to end when the server stops
+GRACE_S = 1  # seconds in which open requests may end when the server stops
 POLL_S = 0.01
 
 
 class _AgentConnection(Connection):
-    """A connection whose ``flow`` is drained only when the kernel has taken all written bytes.
+    """Defines a connection; its ``flow`` is drained only when the kernel has accepted all written bytes.
 
-    By default some bytes may be left in this process, and those are lost if the client hangs up.
+    By default, a drained connection may have bytes in a buffer of this process. These bytes are lost if the client
+    hangs up.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -358,13 +361,13 @@ class _AgentConnection(Connection):
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the process that the server runs in."""
+        """Leaves signal handling to the server's process."""
         yield
 
 
 @asynccontextmanager
 async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serves ``app`` while the context is open; yields the base URL. Port 0 takes any free port.
+    """Serves ``app`` while the context is open; yields the base URL. With port 0, any free port is used.
 
     Raises OSError if the address cannot be bound.
     """
@@ -374,7 +377,7 @@ async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) ->
         http=cast("type[asyncio.Protocol]", partial(_AgentConnection, connections)),
         ws="none",
         lifespan="off",
-        log_config=None,  # the process has its own log, which must not contain keys of clients
+        log_config=None,  # uvicorn's log could contain keys of clients
         log_level="error",
         access_log=False,
         server_header=False,

@@ -1,4 +1,4 @@
-"""Hands attempts at episodes to external agents, which open a session, reward it, and end it."""
+"""Assigns attempts at episodes to external agents. An agent opens a session, sends a reward, and ends the session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN_FILE, ADDRESS_FILE = "token", "endpoint"
 
 @dataclass(eq=False, kw_only=True)
 class _Attempt:
-    """Holds an attempt that waits for an agent or is played by one; ``given`` is the agent's result so far."""
+    """Holds an attempt that waits for an agent or is played by an agent; ``given`` is the agent's result so far."""
 
     task: AgentTask
     done: asyncio.Future[AgentResult]
@@ -37,9 +37,9 @@ class _Attempt:
 
 
 class ExternalAgents:
-    """Holds the attempts of a rollout worker for external agents, which send ``token``.
+    """Holds the attempts of a rollout worker for external agents; the agents send ``token`` with their requests.
 
-    An agent that sends no request for ``idle_s`` seconds counts as lost, and its attempt ends as env_failed.
+    An agent that sends no request for ``idle_s`` seconds is treated as lost, and its attempt ends as env_failed.
     """
 
     def __init__(self, *, token: str, idle_s: float) -> None:
@@ -66,21 +66,21 @@ class ExternalAgents:
             self._taken.pop(name, None)
 
     async def aclose(self) -> None:
-        """Does nothing, because Relax does not own these agents."""
+        """Does nothing, because Relax did not start these agents."""
 
     def check(self, method: str, path: str, *, token: str) -> None:
         """Raises `RequestRefused` for a request with a wrong token or method."""
         if not compare_digest(token.encode(errors="surrogatepass"), self._token.encode()):
             raise RequestRefused(
                 401,
-                f"{SESSIONS} wants the token in the run's folder: Authorization: Bearer $(cat RUN/{TOKEN_FILE})",
+                f"{SESSIONS} requires the token in the run's folder: Authorization: Bearer $(cat RUN/{TOKEN_FILE})",
                 code="invalid_api_key",
             )
         if method != "POST":
             raise RequestRefused(405, f"{path[:80]}: takes POST, not {method}")
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
-        """Returns the answer to a request, already checked, at `SESSIONS` or below. Raises `RequestRefused`."""
+        """Returns the reply to a checked request with a path at or below `SESSIONS`. Raises `RequestRefused`."""
         given = _object(body)
         name, _, verb = path.removeprefix(SESSIONS).strip("/").partition("/")
         if not name:
@@ -101,7 +101,7 @@ class ExternalAgents:
     def _reply(self, name: str, given: dict[str, Any], *, ends: bool) -> dict[str, Any]:
         attempt = self._taken.get(name)
         if attempt is None or attempt.done.done():
-            raise RequestRefused(410, "this session has ended, or there is none of this name", code="episode_ended")
+            raise RequestRefused(410, "this session has ended, or no session has this name", code="episode_ended")
         told = {**attempt.given, **given}
         result = result_of(told, what="the result")
         if result.failed and not (ends and told.get("error")):
@@ -124,14 +124,14 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def sessions_token(run_token: str) -> str:
-    """Returns the token that opens sessions: the same for all attempts of a run, and not valid for its engines."""
+    """Returns the token that opens sessions, the same for all attempts of a run; the engines refuse this token."""
     return keyed_digest(run_token.strip().encode(), b"sessions of agents", "sha256").hex()
 
 
 def write_address(folder: Path, *, rank: int, base_url: str, token: str) -> Path:
-    """Writes the address of a rollout worker's endpoint and the token, readable by this user alone; returns the file.
+    """Writes the address and the token of a rollout worker's endpoint to files that only this user may read.
 
-    For worker 0 the file is `ADDRESS_FILE`; other workers append their number.
+    Returns the address file: `ADDRESS_FILE` for worker 0; other workers append their number to this name.
     """
     file = folder / (ADDRESS_FILE if not rank else f"{ADDRESS_FILE}-{rank}")
     for path, text in ((folder / TOKEN_FILE, token), (file, base_url)):

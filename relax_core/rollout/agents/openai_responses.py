@@ -1,6 +1,6 @@
-"""Translates OpenAI's Responses protocol: bodies to requests, answers to replies or server-sent events.
+"""Translates OpenAI's Responses protocol: request bodies to requests, answers to replies or server-sent events.
 
-``previous_response_id`` names an answer of the same session; the new input continues its conversation.
+``previous_response_id`` names an answer of the same session; the new input continues the conversation of this answer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _ResponsesBody(msgspec.Struct):
 
 _REFUSED = {
     "background": "an answer is given to the request that asks for it",
-    "conversation": "conversations are not stored; send previous_response_id or the whole input",
+    "conversation": "conversations are not stored; send previous_response_id or the complete input",
     "prompt": "stored prompts are not supported; send the text",
     "top_logprobs": "they are not returned here; return_token_ids=true returns the tokens",
 }
@@ -95,7 +95,7 @@ _decoder = msgspec.json.Decoder(_ResponsesBody)
 
 
 def read_responses(body: bytes) -> TurnRequest:
-    """Parses a body. Raises `RequestRefused` for content that cannot be read, served or trained."""
+    """Parses a request body. Raises `RequestRefused` for content that cannot be read, served or trained."""
     raw = decoded(body, _decoder)
     refuse_named(raw, _REFUSED)
     refuse_format(raw.text.format if raw.text is not None else None, "text.format")
@@ -119,7 +119,7 @@ def read_responses(body: bytes) -> TurnRequest:
         token_ids=bool(raw.return_token_ids),
         wishes=wishes,
     )
-    if not request.previous:  # else the session adds the earlier messages and checks all of them
+    if not request.previous:  # otherwise the session adds the earlier messages and checks all messages
         check_request(request.with_instructions())
     return request
 
@@ -131,9 +131,9 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
-    """Returns the messages of items; adjacent assistant items of one answer become one message."""
+    """Converts items to messages; adjacent items of one assistant's answer become one message."""
     found: list[ChatMessage] = []
-    joins = False  # whether the last message may take more of the same answer
+    joins = False  # whether the next item may belong to the answer of the last message
     for number, item in enumerate(items):
         where = f"input[{number}]"
         part = _message(item, where)
@@ -183,7 +183,7 @@ def _text(content: str | Sequence[_Part] | None, where: str) -> str:
 
 # -- replies ----------------------------------------------------------------------------------------------------------
 def response_name(session: str, number: int) -> str:
-    """Returns the id of an answer, which ``previous_response_id`` may name."""
+    """Returns the id of an answer; a later request may use this id as ``previous_response_id``."""
     return f"resp_{session}_{number}"
 
 
@@ -263,7 +263,7 @@ def _head(request: TurnRequest, *, number: int, created_s: int, session: str) ->
 
 
 class ResponsesEvents:
-    """Makes the server-sent events of a streamed answer: items, each added, filled and done."""
+    """Makes the server-sent events of a streamed answer: an item is added, filled, and done."""
 
     def __init__(self, request: TurnRequest, *, number: int, created_s: int, session: str) -> None:
         self._request, self._session = request, session
@@ -271,8 +271,8 @@ class ResponsesEvents:
         self._head = _head(request, number=number, created_s=created_s, session=session)
         self._sent = 0
         self._index = -1
-        self._open = ""  # the kind of the item that is open
-        self._text = ""  # its text so far
+        self._open = ""  # the kind of the open item
+        self._text = ""  # the text of the open item so far
 
     def begin(self) -> bytes:
         """Returns the first events."""
@@ -287,7 +287,7 @@ class ResponsesEvents:
         return begun + self._of_item(_DELTAS[kind], delta=text)
 
     def end(self, answer: TurnAnswer) -> bytes:
-        """Returns the events after the text: tool calls, then the whole response."""
+        """Returns the events after the text: tool calls, then the complete response."""
         events = []
         if self._index < 0 and not answer.reply.calls:
             events.append(self._begun("content"))

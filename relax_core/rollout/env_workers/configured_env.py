@@ -1,4 +1,4 @@
-"""The environment of a run or of an evaluation, with the processes that its episodes need."""
+"""Opens the environment of a run or an evaluation, with the processes for its episodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 if TYPE_CHECKING:
     from relax_core.rollout.agents.agent_host import AgentHost
 
-ENV_LOG = "env.log"  # the output of an isolated env's worker processes
+ENV_LOG = "env.log"  # file for the output of an isolated env's worker processes
 
 
 class ConfiguredEnv:
-    """Holds the env that ``config`` names; it must be closed, and be used by one event loop.
+    """Holds the env that ``config`` names. The object must be used by one event loop, and be closed.
 
-    The output of worker processes goes to a file in ``log_dir``. ``rank`` is that of the rollout worker.
+    The output of worker processes goes to a file in ``log_dir``. ``rank`` is the rank of the rollout worker.
     """
 
     def __init__(self, config: RelaxConfig, *, log_dir: Path, rank: int = 0) -> None:
@@ -49,15 +49,15 @@ class ConfiguredEnv:
 
     @asynccontextmanager
     async def serving(self, tokenizer: PromptTokenizer, *, token: str = "") -> AsyncIterator[None]:
-        """Serves the endpoint if agents play; they end with this context.
+        """Serves the endpoint if agents play the episodes; the agents end with this context.
 
-        ``token`` is the run's token, from which the token of external agents is derived; if it is empty, a random
-        token is used.
+        The token of external agents is derived from ``token``, the run's token. An empty ``token`` is replaced by a
+        random token.
         """
         if self.env.agent is None:
             yield
             return
-        # Imported here, because the server takes memory that only agents need.
+        # Imported here, because the server's modules use memory, and only agents need the server.
         from relax_core.rollout.agents.agent_host import agent_host
         from relax_core.rollout.agents.external_agents import sessions_token
 
@@ -82,8 +82,8 @@ class ConfiguredEnv:
     ) -> GroupPlayer:
         """Returns the player of groups of ``sampling.n`` episodes.
 
-        `EpisodePlayer` explains ``sampling``, ``seed`` and ``ends``, and `AgentPlayer` explains ``reached``. With
-        agents, the context of `serving` must be open.
+        `EpisodePlayer` explains ``sampling``, `EarlyEnds` explains ``ends``, and `AgentPlayer` explains ``reached``.
+        With agents, the context of `serving` must be open.
         """
         if not self.env.has_turns:
             return OneTurnPlayer(prompts=prompts, pool=pool, sampling=sampling)

@@ -1,4 +1,4 @@
-"""The messages between the owner of isolated environments and their worker processes."""
+"""Defines the messages between `EnvWorker` and the worker process of an isolated environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.contracts.media import MediaSource
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a worker's first message: the env's name or path, and its settings as msgpack."""
+    """Holds the first message to a worker: the env's name or path, and the env's settings as msgpack."""
 
     env: str
     config: bytes
@@ -26,14 +26,14 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Gives a response to the env of an episode."""
+    """Requests a step of an episode's env with a response of the model."""
 
     episode: int
     action: Action
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Closes the env of an episode, if it is open."""
+    """Requests that the env of an episode is closed, if the env is open."""
 
     episode: int
 
@@ -60,7 +60,10 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers any request if the env raised: the error in one line; ``wrong_result`` if the env broke its contract."""
+    """Answers a request if the env raised an exception.
+
+    ``message`` is the error in one line. ``wrong_result`` is True if the env broke its contract.
+    """
 
     message: str
     wrong_result: bool = False
@@ -71,7 +74,7 @@ EnvAnswer = Opened | Stepped | Closed | Failed
 
 
 def with_sources(value: Any) -> Any:
-    """Returns a received value with its media as `MediaSource` again; between processes they are mappings."""
+    """Converts the mappings of media in a received value to `MediaSource`."""
     if isinstance(value, Mapping):
         if value.keys() == {*MediaSource.__struct_fields__}:
             return msgspec.convert(value, MediaSource)

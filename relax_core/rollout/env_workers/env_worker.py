@@ -1,4 +1,4 @@
-"""Owns one worker process of an isolated env: its calls, its episodes, and its memory."""
+"""Controls one worker process of an isolated env: makes calls, tracks episodes, and checks memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ Answer = TypeVar("Answer")
 
 
 class EnvFailed(Exception):
-    """The env raised in its worker process, or the process was lost; the text says what happened."""
+    """Reports that the env raised an exception in its worker process, or that the process was lost."""
 
 
 class EnvWorker:
-    """Controls one worker process. It makes one call at a time; the others wait for their turn, in order.
+    """Controls one worker process. The process makes one call at a time; further calls wait in order.
 
-    The time of a call begins when its turn comes. ``open_episodes`` counts the episodes that have a place here.
+    The time limit of a call begins when the process starts the call. ``open_episodes`` is the number of episodes that
+    are assigned to this process.
     """
 
     def __init__(self, env: str, config: IsolatedConfig, *, log: int) -> None:
@@ -42,31 +43,31 @@ class EnvWorker:
         self._process = WorkerProcess([_MAIN, env], settings, name=f"env {config.name}", log=log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="env worker")
         self._numbers = count()
-        self._began: dict[int, int] = {}  # open episode → the number of lost processes when it began
+        self._began: dict[int, int] = {}  # open episode → the number of lost processes when the episode began
         self._processes = 0  # the number of lost processes
         self._lost = ""  # why the newest lost process was lost
-        self._over_memory = ""  # why the current process was killed
+        self._over_memory = ""  # why the current process was killed, else empty
 
     def next_episode(self) -> int:
         """Returns a new number for an episode of this worker."""
         return next(self._numbers)
 
     async def ask(self, request: EnvRequest, kind: type[Answer]) -> Answer:
-        """Returns the answer to a request, of type ``kind``.
+        """Sends a request, and returns the answer of type ``kind``.
 
-        Raises `EnvTooSlow` if the call takes longer than ``config.step_timeout_s``, `WrongResult` if the env
-        broke its contract, and `EnvFailed` if it raised, or if the process in which its episode began was lost.
+        Raises `EnvTooSlow` if the call takes longer than ``config.step_timeout_s``, `WrongResult` if the env broke its
+        contract, and `EnvFailed` if the env raised an exception, or if the process where the episode began was lost.
         """
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
         assert isinstance(answer, kind), f"{type(answer).__name__} answers {type(request).__name__}"
         return answer
 
     def close_episode(self, episode: int) -> None:
-        """Closes the env of an episode after its earlier calls, without waiting, and logs the env's errors."""
+        """Closes an episode's env after its earlier calls, and logs the env's errors; returns at once."""
 
         def close() -> None:
             if self._began.pop(episode, None) != self._processes:
-                return  # it was not opened, or its process is gone
+                return  # the env was not opened, or its process was lost
             try:
                 self._exchange(Close(episode=episode))
             except (EnvFailed, EnvTooSlow, WrongResult) as error:  # the episode has ended and keeps its result
@@ -76,7 +77,7 @@ class EnvWorker:
             self._thread.submit(close)
 
     def _ask(self, request: EnvRequest) -> EnvAnswer:
-        if self._over_memory:  # it was killed between two calls
+        if self._over_memory:  # the process was killed between two calls
             self._note_loss(self._over_memory)
             self._process.replace()
         if isinstance(request, Open):
@@ -103,7 +104,7 @@ class EnvWorker:
         self._lost, self._over_memory = why, ""
 
     def check_memory(self) -> None:
-        """Kills the process if it uses more than ``config.worker_memory_gib`` GiB with its children."""
+        """Kills the process if the process and its children use more than ``config.worker_memory_gib`` GiB."""
         used = memory_bytes(self._process.pid)
         if used > self._config.worker_memory_gib * _GIB and not self._over_memory:
             self._over_memory = (
@@ -113,14 +114,14 @@ class EnvWorker:
             self._process.kill()
 
     def stop(self) -> None:
-        """Kills the process for good."""
+        """Kills the process; no new process is started."""
         self._process.stop()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._process.close_pipes()
 
 
 def memory_bytes(pid: int) -> int:
-    """Returns the resident memory of a process and its children in bytes, 0 if it has ended."""
+    """Returns the resident memory of a process and its children in bytes; 0 if the process has ended."""
     used = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

@@ -1,7 +1,7 @@
 """The worker process of an isolated env: ``python -m relax_core.rollout.env_workers.env_worker_main NAME``.
 
-`EnvWorkers` starts it as a child. It answers one request at a time, so that an env's draws from the global random
-states depend only on its own episode.
+`EnvWorkers` starts this module as a child process. The process answers one request at a time. Therefore an env's draws
+from the global random states depend only on the env's episode.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Episode:
 
 
 class _OpenEpisodes:
-    """Holds the open episodes of this process by number, and answers requests about them."""
+    """Holds the open episodes of this process by number, and answers requests for these episodes."""
 
     def __init__(self, spec: EnvSpec, config: Any, runner: asyncio.Runner) -> None:
         assert spec.open is not None
@@ -65,7 +65,7 @@ class _OpenEpisodes:
             return self._close(request)
         except WrongResult as error:
             return Failed(message=clean_text(str(error)), wrong_result=True)
-        except Exception as error:  # plug-in code: the owner ends or restarts the episode
+        except Exception as error:  # plug-in code: the parent process ends or restarts the episode
             return Failed(message=plugin_error_text(error))
 
     def _begin(self, request: Open) -> Opened:
@@ -112,13 +112,13 @@ async def _awaited(returned: Any) -> Any:
 def main() -> None:
     """Reads the settings, imports the env and answers requests until stdin ends."""
     pipe = OwnerPipe()
-    # A process that an env leaves behind becomes a child of this one, so that the owner finds and kills it.
+    # An orphaned process of an env becomes a child of this process, so that the parent process finds and kills it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     settings = msgspec.msgpack.decode(pipe.read(), type=Settings)
     try:
         spec = find_env(settings.env)
         config: Any = msgspec.msgpack.decode(settings.config, type=spec.config)
-    except Exception as error:  # plug-in code: the owner reports the error to the user
+    except Exception as error:  # plug-in code: the parent process reports the error to the user
         pipe.write(Ready(shown_error(error)))
         raise
     pipe.write(Ready(""))
@@ -133,7 +133,7 @@ def main() -> None:
             except TypeError as error:  # nothing was written
                 pipe.write(
                     Failed(
-                        message=f"env {spec.name}: a message or info holds what JSON cannot: {error}", wrong_result=True
+                        message=f"env {spec.name}: a message or info has a non-JSON value: {error}", wrong_result=True
                     )
                 )
             except (ValueError, OverflowError, RecursionError) as error:  # an unsupported value; nothing was written

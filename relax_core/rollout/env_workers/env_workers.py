@@ -1,4 +1,4 @@
-"""Runs the episodes of an isolated env in worker processes that are killed and replaced if they hang or die."""
+"""Runs the episodes of an isolated env in worker processes; a process that hangs or dies is replaced."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _END_S = 10.0
 
 @dataclass(eq=False)
 class _Places:
-    """Counts the places of a group: those reserved for it, and those that its open episodes use."""
+    """Counts the places of a group: ``kept`` places are reserved for the group, ``open`` episodes use such a place."""
 
     kept: int = 0
     open: int = 0
 
 
 class EnvWorkers:
-    """Holds ``config.workers`` worker processes, with ``config.episodes_per_worker`` places each.
+    """Holds ``config.workers`` worker processes with ``config.episodes_per_worker`` places per process.
 
-    A group gets places for all of its episodes at once, so that no two groups wait for each other. Must be used by one
-    event loop. The output of the processes goes to ``log_file``.
+    A place is room for one open episode. A group gets places for all of its episodes at once, so that no two groups
+    wait for each other. The object must be used by one event loop. The output of the processes goes to ``log_file``.
     """
 
     def __init__(self, spec: EnvSpec, config: IsolatedConfig, *, log_file: Path | None = None) -> None:
@@ -56,7 +56,7 @@ class EnvWorkers:
         self._watch.start()
 
     def spec(self, *, episodes_per_group: int) -> EnvSpec:
-        """Returns the env for groups of this size, whose episodes open in the worker processes."""
+        """Returns the env for groups of this size; the env opens its episodes in the worker processes."""
 
         @keeps_deadline
         async def open_episode(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
@@ -102,10 +102,10 @@ class EnvWorkers:
 
 
 class IsolatedEnv(BaseInteractionEnv):
-    """Forwards the calls of one episode's env to a worker process; observations come as messages.
+    """Forwards the calls of one episode's env to a worker process. The process returns observations as messages.
 
-    A call that takes too long raises `EnvTooSlow`, and a call that fails raises `EnvFailed`. After its worker
-    process was replaced, all later calls of an episode fail.
+    A call that takes too long raises `EnvTooSlow`, and a call that fails raises `EnvFailed`. If the worker process is
+    replaced, all later calls of the episode fail.
     """
 
     def __init__(self, start: EpisodeStart, worker: EnvWorker, *, give_back: Callable[[], Awaitable[None]]) -> None:
@@ -137,7 +137,7 @@ class IsolatedEnv(BaseInteractionEnv):
 
     @keeps_deadline
     async def close(self) -> None:
-        """Asks the worker process to close the env after the earlier calls, and does not wait for it."""
+        """Requests that the worker process closes the env after the earlier calls, and returns at once."""
         self._worker.open_episodes -= 1
         self._worker.close_episode(self._episode)
         await self._give_back()

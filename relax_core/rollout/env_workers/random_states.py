@@ -13,19 +13,19 @@ _NUMPY_SEEDS = 2**32
 
 
 class RandomStates:
-    """Holds the global random states of one episode while other episodes of the process run."""
+    """Stores the random states of one episode while other episodes of the process run."""
 
     def __init__(self, seed: int) -> None:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
-        """Sets both states to those of ``seed``."""
+        """Seeds both states with ``seed``."""
         self._python = random.Random(seed).getstate()
         self._numpy: Any = np.random.RandomState(seed % _NUMPY_SEEDS).get_state()
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the episode's states the global states; draws in the block advance them."""
+        """Makes the episode's states the global states while the context is open; draws advance these states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         try:

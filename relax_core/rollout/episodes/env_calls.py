@@ -1,4 +1,4 @@
-"""Calls of one episode's environment, each with a deadline; plain functions run in threads, one call at a time."""
+"""Makes the calls of one episode's environment, each with a deadline; plain functions run in threads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def keeps_deadline(function: AsyncCall) -> AsyncCall:
 
 
 class EnvTooSlow(Exception):
-    """A call of the environment did not end before its deadline."""
+    """Reports that a call of the environment did not end before its deadline."""
 
 
 class EnvCalls:
-    """Makes the calls of one episode, one after the other; ``timeout_s`` is the limit of a call in seconds.
+    """Makes the calls of one episode, one at a time; ``timeout_s`` is the time limit of a call in seconds.
 
-    A function with the attribute ``keeps_deadline`` raises `EnvTooSlow` itself: a call of an env worker may wait for
-    its turn, and its time begins after that.
+    A function with the attribute ``keeps_deadline`` raises `EnvTooSlow` itself. This is for calls of an env worker: a
+    call may wait for earlier calls, and its time begins after this wait.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -41,7 +41,7 @@ class EnvCalls:
     async def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
         """Returns the result of ``function``. Raises its exceptions, and `EnvTooSlow` after the deadline.
 
-        An env that a plain function returns after the deadline, or after the call was cancelled, is closed.
+        A plain function may return an env after the deadline or after the call was cancelled; this env is closed.
         """
         if getattr(function, "keeps_deadline", False):
             return await function(*given)
@@ -58,8 +58,8 @@ class EnvCalls:
     async def close(self, function: Callable[[], Any]) -> None:
         """Calls the env's ``close`` and logs its exceptions.
 
-        If a call of a plain function is still running after its deadline, a thread closes the env when that call ends,
-        and this method returns at once.
+        If a call of a plain function still runs after its deadline, this method returns at once, and a thread closes
+        the env when the call ends.
         """
         running = self._thread
         if running is not None and running.is_alive() and not inspect.iscoroutinefunction(function):
@@ -76,17 +76,17 @@ class EnvCalls:
             log.warning("an env did not close: %s: %s", type(error).__name__, error)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Returns the result of ``function``, which runs in a new thread.
+        """Runs ``function`` in a new thread, and returns its result.
 
-        A call that hangs therefore delays neither other episodes nor the end of the process; with a thread pool
-        it would.
+        Because of the new thread, a call that hangs does not delay other episodes or the end of the process. In a
+        thread pool it would delay them.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: Exception | None) -> None:
             if future.done():  # the caller has stopped waiting
-                if isinstance(result, BaseInteractionEnv):  # no caller has it, so it is closed here
+                if isinstance(result, BaseInteractionEnv):  # no caller receives this env, so it is closed here
                     self._closing = loop.create_task(self.close(result.close))
                 return
             if error is None:
@@ -101,7 +101,7 @@ class EnvCalls:
                 result = function(*given)
             except StopIteration as error:  # a future does not accept a StopIteration
                 failure = RuntimeError(f"StopIteration: {error}")
-            except Exception as error:  # the future carries it to the caller, which raises it
+            except Exception as error:  # the future raises the error in the caller
                 failure = error
             with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(settle, result, failure)

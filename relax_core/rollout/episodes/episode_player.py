@@ -1,6 +1,6 @@
 """Plays the episodes of a group with an environment of several turns, each episode at its own pace.
 
-An episode is reset → prompt → response → step → prompt …, until the env says done or a limit is reached.
+An episode is reset → prompt → response → step → prompt …, until the env ends the episode or a limit is reached.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from relax_core.rollout.prompt_tokens import (
     text_size,
 )
 
-MAX_CHARACTERS_A_TOKEN = 16  # a text with more characters per token of its limit is not tokenised whole
+MAX_CHARACTERS_A_TOKEN = 16  # only so many characters per token of the limit are tokenised
 
 
 def shortened_observation(
@@ -54,8 +54,8 @@ def shortened_observation(
 ) -> tuple[list[Message], bool]:
     """Returns the messages with at most about ``limit`` tokens of text, and whether a text was cut.
 
-    The longest texts are cut in their middle, where a mark says how many tokens are left out. The tokens of the marks
-    and the media of content parts do not count.
+    The longest texts are cut in the middle, and a mark there says how many tokens are left out. The limit does not
+    include the tokens of the marks and the media of content parts.
     """
     window = limit * MAX_CHARACTERS_A_TOKEN
     texts = list(_texts(messages))
@@ -70,7 +70,7 @@ def shortened_observation(
 
 
 def _largest_cap(lengths: Sequence[int], limit: int) -> int:
-    """Returns the largest limit of tokens per text with which all texts together have at most ``limit`` tokens."""
+    """Returns the largest token limit per text with which all texts together have at most ``limit`` tokens."""
     left, cap = limit, 0
     for place, length in enumerate(sorted(lengths)):
         cap = max(1, left // (len(lengths) - place))
@@ -88,7 +88,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]], *, most: int, window: int)
     kept = min(most, len(spans))
     head = (kept + 1) // 2
     tail = kept - head
-    moved = 0 if whole else len(text) - 2 * window  # the spans are those of the text without its middle
+    moved = 0 if whole else len(text) - 2 * window  # the spans refer to the text without its middle
     end = spans[head - 1][1]
     begin = spans[-tail][0] + moved if tail else len(text)
     left_out = f"{len(spans) - kept} tokens" if whole else f"{begin - end} characters"
@@ -113,12 +113,12 @@ def _with_texts(message: Mapping[str, Any], shown: Iterator[str]) -> Message:
 
 
 log = logging.getLogger(__name__)
-SHOWN = 200  # characters of an opening in an error
+SHOWN = 200  # characters of an opening conversation in an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv:
-    """Holds the env of an episode that has started, with the object that calls it."""
+    """Holds the open env of an episode, and the object that makes the env's calls."""
 
     env: BaseInteractionEnv
     calls: EnvCalls
@@ -130,7 +130,7 @@ class OpenEnv:
 
 @dataclass(eq=False, kw_only=True)
 class EnvGroup(GroupInPlay):
-    """Holds the state that the episodes of a group share; ``envs`` has the open env of each."""
+    """Holds the state that the episodes of a group share; ``envs`` has the open env of each episode."""
 
     envs: list[OpenEnv | None]
     tools: ToolUse
@@ -141,7 +141,7 @@ class EnvGroup(GroupInPlay):
 
 @dataclass(eq=False, kw_only=True)
 class NextTurn:
-    """Holds the messages after a response and their ``items``; they replace the history if ``edits``."""
+    """Holds the messages after a response and their media; with ``edits`` the messages replace the history."""
 
     messages: list[Message] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
@@ -151,8 +151,8 @@ class NextTurn:
 class EpisodePlayer(GroupPlayer):
     """Plays the groups of an env of several turns.
 
-    ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of sampled tokens of
-    an episode. Raises ValueError if the chat template does not show the tools of the env.
+    ``sampling.n`` is the number of episodes per group. ``sampling.max_new_tokens`` limits the sampled tokens of an
+    episode. Raises ValueError if the chat template does not show the tools of the env.
     """
 
     def __init__(
@@ -195,8 +195,9 @@ class EpisodePlayer(GroupPlayer):
     async def opened(self, group: GroupInPlay) -> AsyncIterator[PlayEpisode]:
         """Opens the envs of a group and makes their common prompt.
 
-        Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
-        the episodes of the group open differently; `WrongResult` if the env violates its contract.
+        Raises `BadRow` or ValueError, as `PromptMaker` does, if the opening conversation leaves no room for a response.
+        Raises ValueError if the episodes of the group open differently, and `WrongResult` if the env violates its
+        contract.
         """
         start, records, lockstep = group.start, group.records, group.lockstep
         tools = self._tools.of_row(self._env, start.row, self._config)
@@ -221,7 +222,7 @@ class EpisodePlayer(GroupPlayer):
             await asyncio.gather(*(env.close() for env in own.envs if env is not None))
 
     async def _open_episode(self, group: EnvGroup, sample: int) -> None:
-        """Opens the env of episode ``sample`` and stores its first messages; starts again if that fails."""
+        """Opens the env of episode ``sample`` and stores its first messages; after a failure, starts again."""
         await self._reset(group, sample)
         while self.try_restart(group.records[sample]):
             await self._reset(group, sample)
@@ -249,7 +250,7 @@ class EpisodePlayer(GroupPlayer):
         await self._guarded(reset(), record, where=start.where, what="reset")
 
     async def _play(self, group: EnvGroup, sample: int) -> None:
-        """Plays one episode until it has ended, with new starts if its env fails."""
+        """Plays one episode to its end; starts the episode again if its env fails."""
         record = group.records[sample]
         while True:
             limit = asyncio.timeout(None)
@@ -272,7 +273,7 @@ class EpisodePlayer(GroupPlayer):
             group.lockstep.leave([record.uid])
 
     async def _play_once(self, group: EnvGroup, sample: int, limit: asyncio.Timeout) -> None:
-        """Plays one episode turn by turn until it has ended; ``limit`` is set at its first response."""
+        """Plays one start of an episode turn by turn; the time of ``limit`` begins at the first response."""
         start, record, env = group.start, group.records[sample], group.envs[sample]
         if record.ended is not None:  # the env failed again before the first turn
             return
@@ -332,7 +333,7 @@ class EpisodePlayer(GroupPlayer):
                 record.media += new
 
     def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
-        """Returns the token limit of the next response, and the episode's end if the response is cut there."""
+        """Returns the token limit of the next response, and the episode's end if the response is cut at this limit."""
         limits: list[tuple[int, Ended]] = [
             (self._limits.sampled_tokens - record.sampled_tokens, "token_budget"),
             (self._limits.context_tokens - len(prompt_ids), "context_full"),
@@ -342,7 +343,7 @@ class EpisodePlayer(GroupPlayer):
         return min(limits, key=lambda limit: limit[0])
 
     async def _ask(self, group: EnvGroup, sample: int, prompt_ids: list[int], most: int) -> None:
-        """Adds the response to a prompt to the episode's turns."""
+        """Requests the response to a prompt, and adds it to the episode's turns."""
         start, record = group.start, group.records[sample]
         began_s, number = time.time(), len(record.turns)
         request = self.begin_turn(group, sample, prompt_ids, most, number=number, media=record.media)
@@ -374,9 +375,10 @@ class EpisodePlayer(GroupPlayer):
         owner: str,
         tools: ToolUse,
     ) -> None:
-        """Stores the reward for the newest response, and the next messages or the end of the episode.
+        """Makes a step of the env with the newest response; stores the reward, and the next messages or the end.
 
-        ``following`` gets the next messages with their images and videos, which ``owner`` then holds.
+        The next messages with their images and videos are added to ``following``; ``owner`` then holds these images and
+        videos.
         """
         env, calls = opened.env, opened.calls
         step: StepResult = await calls(env.step, action)
@@ -413,7 +415,7 @@ class EpisodePlayer(GroupPlayer):
         except EnvTooSlow as error:
             message = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", message, error)
-        except MediaError as error:  # as in a data row, it drops the episode and is no failure of the reward
+        except MediaError as error:  # drops the episode, but is no failure of the reward
             told = MediaError(error.kind, error.word, f"{where}: env {name}: {what}: {error}")
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
@@ -422,7 +424,7 @@ class EpisodePlayer(GroupPlayer):
             record.env_s += time.perf_counter() - began
 
     def _check_opening(self, group: EnvGroup, record: EpisodeRecord) -> None:
-        """Raises ValueError if an episode opens differently than its group.
+        """Raises ValueError if the opening conversation of an episode differs from its group's.
 
         Episodes with different prompts have no common baseline.
         """

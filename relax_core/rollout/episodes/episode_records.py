@@ -1,4 +1,4 @@
-"""Holds the records of episodes while they are played, scores ended episodes, and computes the metrics of groups."""
+"""Defines the records of episodes in play, scores ended episodes, and computes the metrics of groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without_bytes(value: Any) -> Any:
 
 
 def response_text(response: Generated, *, tokenizer: PromptTokenizer) -> str:
-    """Returns the text of a response's sampled tokens without the stop token; a stop string stays in it."""
+    """Returns the text of a response's sampled tokens without the stop token; a stop string stays in the text."""
     ids = response.output_ids.tolist()
     ended = response.finish_reason == "stop" and ids and ids[-1] in tokenizer.stop_token_ids
     return tokenizer.decode(ids[:-1] if ended else ids)
@@ -48,10 +48,10 @@ def stopped_by(text: str, stop: Sequence[str]) -> str | None:
     return min(found)[1] if found else None
 
 
-# Numbers of an episode whose means are metrics.
+# Numbers of an episode; their means are metrics.
 EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "queue_s", "env_s", "tool_calls", "failed_calls")
 
-# Ends without a reward that are no failure of the env or the reward; the ledger uses them as reasons, too.
+# Ends without a reward that are not failures of the env or the reward. The ledger uses these ends as reasons, too.
 NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
 REWARD_FAILED = "reward_failed"  # the ledger's reason for all other episodes without a reward
 
@@ -60,10 +60,11 @@ REWARD_FAILED = "reward_failed"  # the ledger's reason for all other episodes wi
 class PlayedTurn:
     """Holds one request of an episode and its response.
 
-    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of
-    this turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds.
-    ``tools`` names the tools that the response calls, and ``env_ms`` is the time of the env's calls after it.
-    ``after`` is the number of the earlier turn whose conversation the prompt continues; None means the turn before.
+    ``prompt_ids`` are all tokens before the response, and ``media`` has the positions of media items in these tokens.
+    ``reward`` is the env's reward for this turn only. ``state_key`` names the state of the env before the response.
+    Times are Unix seconds. ``tools`` names the tools that the response calls. ``env_ms`` is the time of the env's calls
+    after the response. ``after`` is the number of the earlier turn that the prompt continues; None means the previous
+    turn.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -82,20 +83,20 @@ class PlayedTurn:
 class EpisodeRecord:
     """Holds the messages, turns and state of one episode.
 
-    An episode of one turn has no messages, and ends as its response does.
+    An episode of one turn has no messages, and its end is the finish reason of its response.
 
-    ``texts`` are those of the responses, and ``stop_string`` is the string that ended the newest response, empty if
-    none did. ``media`` places the images and videos of the newest prompt in it. ``failed`` is the reason why the
-    episode has no reward: its env raised, was too slow, or showed an image or video that cannot be used. ``error``
-    is the exception. ``request`` is the rid of the request in flight, empty while there is none. ``restarts`` is
-    the number of new starts, and ``not_chosen`` the number of tokens that were sampled before them. ``orphan`` is
-    the number of tokens of answers that no client of an endpoint received; they are no turns. ``cut_observations``
-    counts observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls.
-    ``tool_calls`` counts the calls of tools, and ``failed_calls`` the responses with a call that could not be read
-    or has no such tool; both and ``env_s`` include earlier starts. ``info`` has the numbers that the env gave, by
-    name. ``own_reward`` is the reward that an agent gave itself, None if the run's reward scores the episode.
-    ``counts`` has the counts of an agent's requests, by name, over all starts. ``output`` is the reward's output
-    for the ended episode.
+    ``texts`` are the texts of the responses. ``stop_string`` is the stop string that ended the newest response, or
+    empty. ``media`` has the positions of images and videos in the newest prompt. ``failed`` is the reason of an episode
+    without a reward; for example, the env raised an exception, was too slow, or showed an image or video that cannot be
+    used. ``error`` is the exception. ``request`` is the rid of the request in flight, or empty. ``restarts`` is the
+    number of new starts after failures, and ``not_chosen`` is the number of tokens that were sampled before the newest
+    start. ``orphan`` is the number of tokens of answers that no client of an endpoint received; such answers are not in
+    ``turns``. ``cut_observations`` counts the observations that were cut at their limit. ``env_s`` is the time of the
+    env's calls in seconds. ``tool_calls`` counts calls of tools. ``failed_calls`` counts responses with a call that
+    cannot be parsed or that names an unknown tool. The three numbers ``env_s``, ``tool_calls`` and ``failed_calls``
+    include earlier starts. ``info`` has the numbers from the env, by name. ``own_reward`` is the reward that the
+    episode's agent computed, None if the run's reward scores the episode. ``counts`` has the counts of the agent's
+    requests, by name, over all starts. ``output`` is the reward's output for the ended episode.
     """
 
     uid: str
@@ -122,17 +123,17 @@ class EpisodeRecord:
 
     @property
     def of_one_turn(self) -> bool:
-        """Returns whether the episode is a single response, without a conversation."""
+        """Returns True if the episode is a single response without a conversation."""
         return self.ended in ("stop", "length")
 
     @property
     def reward(self) -> float | None:
-        """Returns the reward, None if it could not be computed."""
+        """Returns the reward; None if the episode has no reward."""
         return self.output.reward
 
     @property
     def parts(self) -> dict[str, float]:
-        """Returns the parts of the reward, with 1 or 0 as the part "exact"."""
+        """Returns the parts of the reward by name; the part "exact" is 1 or 0."""
         return {"exact": float(self.output.exact), **(self.output.parts or {})}
 
     @property
@@ -154,11 +155,11 @@ class EpisodeRecord:
         return [int(turn.response.versions.min()) for turn in self.turns]
 
     def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
-        """Ends the episode without a reward. ``words`` may hold text of plug-ins and agents."""
+        """Ends the episode without a reward. ``words`` is the reason; it may contain text of plug-ins and agents."""
         self.ended, self.failed, self.error = ended, clean_text(words, MAX_REASON), error
 
     def start_again(self) -> None:
-        """Resets the episode for a new start; the tokens sampled so far are counted and not trained."""
+        """Resets the episode for a new start; the tokens sampled so far are counted in ``not_chosen``."""
         self.not_chosen += self.sampled_tokens + self.orphan
         self.orphan = 0
         self.restarts += 1
@@ -167,16 +168,16 @@ class EpisodeRecord:
 
     @property
     def engine_s(self) -> float:
-        """Returns the seconds from the requests of the newest start to their responses, waits included."""
+        """Returns the seconds from requests to responses in the newest start, including waits in the engine."""
         return sum(turn.ended_s - turn.began_s for turn in self.turns)
 
     @property
     def queue_s(self) -> float:
-        """Returns the part of `engine_s` in which prompts waited in the engine, 0 if the engine does not report it."""
+        """Returns the seconds of `engine_s` in which prompts waited in the engine; 0 if the engine reports no waits."""
         return sum(turn.response.queue_ms for turn in self.turns) / 1e3
 
     def take_info(self, info: Mapping[str, object]) -> None:
-        """Keeps the finite numbers of a step's info."""
+        """Adds the finite numbers of a step's info to ``info``."""
         for name, value in info.items():
             number = as_number(value) if isinstance(value, int | float) else None
             if number is not None and too_large(number) is None:
@@ -184,14 +185,14 @@ class EpisodeRecord:
 
     @property
     def bad_media(self) -> MediaError | None:
-        """Returns why an image or video of the env cannot be used, or None."""
+        """Returns the error of an image or video that cannot be used, or None."""
         return self.error if isinstance(self.error, MediaError) else None
 
     def transcript(self) -> str:
-        """Returns the whole conversation as text, for tables, with marks around responses and the turns' rewards.
+        """Returns the whole conversation as text for tables, with the turns' rewards and marks around responses.
 
-        Media are only named. A history that the env rewrote appears in its current form. For an episode of one
-        turn, it is the response.
+        Media are replaced by their kind. A history that the env rewrote appears in its current form. For an episode of
+        one turn, the text is the response.
         """
         if self.of_one_turn:
             return self.texts[-1]
@@ -234,7 +235,7 @@ def one_turn_episodes(
     tokenizer: PromptTokenizer,
     stop: Sequence[str] = (),
 ) -> list[EpisodeRecord]:
-    """Returns the ended episodes of the group with this uid, in order; each has one response as its only turn."""
+    """Returns the episodes of a group, in order; each episode has ended and has one response as its only turn."""
     prompt_ids = np.array(prompt.input_ids, dtype=np.int32)
     episodes = []
     for response in sorted(responses, key=lambda response: response.sample):
@@ -259,13 +260,13 @@ def _shown_content(content: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMetrics:
-    """Holds the metrics of one group; ``tokens`` are sampled tokens, ``reward_s`` is the time of its rewards.
+    """Holds the metrics of one group.
 
-    ``turns`` has the number of responses of each episode, and ``straggler_turns`` only those of stragglers. ``totals``
-    has sums over the episodes, by name. ``prompt_tokens`` counts the prompt tokens of all requests, and
-    ``cached_tokens`` the part with keys and values in the engine's cache. ``ends`` counts the episodes by the reason of
-    their end. ``info`` has the numbers that the env gave, by name, and ``counts`` the sums of the counts of agents'
-    requests.
+    ``turns`` has the number of responses of each episode. ``straggler_turns`` has these numbers for stragglers only.
+    ``tokens`` is the number of sampled tokens, and ``reward_s`` the time of the group's rewards in seconds. ``totals``
+    has sums over the episodes, by name. ``prompt_tokens`` counts the prompt tokens of all requests; ``cached_tokens``
+    of them had keys and values in the engine's cache. ``ends`` counts the episodes by their end. ``info`` has the
+    numbers from the env, by name. ``counts`` has the sums of the counts of agents' requests, by name.
     """
 
     of_one_turn: bool
@@ -306,7 +307,7 @@ class GroupMetrics:
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """Returns the sums by name; a name whose sum is 0 stays."""
+    """Returns the sums by name, including sums of 0."""
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)
@@ -314,9 +315,9 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def played_values(played: Sequence[GroupMetrics]) -> dict[str, float]:
-    """Returns the metrics of groups: means for each episode, shares of ends, means of the env's numbers.
+    """Returns the metrics of groups: means per episode, shares of ends, and means of the env's numbers.
 
-    Episodes of one turn have only the numbers of samples and tokens.
+    For episodes of one turn, the metrics are only the numbers of samples and tokens.
     """
     turns = [count for played_figures in played for count in played_figures.turns]
     sizes = {"samples": float(len(turns)), "tokens": float(sum(played_figures.tokens for played_figures in played))}
@@ -350,10 +351,10 @@ def played_values(played: Sequence[GroupMetrics]) -> dict[str, float]:
 async def score_episodes(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
 ) -> None:
-    """Stores the ``output`` of each of a group's ended episodes; an episode whose env failed has no reward.
+    """Scores a group's ended episodes and stores their ``output``; an episode with a failed env has no reward.
 
-    Raises as `RewardPool.score` does, and `RewardsFailed` if too many envs fail; bad media do not count as
-    failures.
+    Raises the errors of `RewardPool.score`, and `RewardsFailed` if too many envs fail. Images and videos that cannot be
+    used are not counted as failures.
     """
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
     whole = [record for record in records if not record.failed and record.own_reward is None]

@@ -1,10 +1,12 @@
-"""Builds the token tree of a group from its scored episodes, and the complete group for the bus.
+"""Builds the token tree of a group from scored episodes, and the complete group for the bus.
 
-Rows that were not sampled are shared if their ids are equal, and so are their routed experts if they were recorded. The
-rows of an image or a video are shared only as a whole, for the same item. A response always has new rows: sampled rows
-are shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
-previous history continues after their last common row. If they have no common row, the group is a forest. Every sampled
-token is accounted for.
+A row of the tree is a token at a position. Episodes share rows that were not sampled, such as prompt rows, if the token
+ids and the recorded routed experts are equal. The rows of an image or a video are shared completely or not at all, and
+only for the same item. A response always has new rows. Sampled rows are shared only by later prompts that continue this
+response; the tree forks after the shared rows. If a prompt differs from the episode's earlier history, its path forks
+after the last common row. Without a common row, the group is a forest.
+
+`token_accounts` accounts for every sampled token.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree
 from relax_core.rollout.dynamic_sampling import GroupFilter, compared_numbers
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
-Lost = Callable[[TokenTree], None]  # gets the tree of samples that do not go to the bus
-MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
+Lost = Callable[[TokenTree], None]  # receives the tree of episodes that do not go to the bus
+MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes further columns of a complete group
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
-# Why sampled tokens are not trained. not_chosen: the episode started again without them; orphan: no client of an
-# endpoint received the answer; no_reward: their episode has none; dropped: their group is not trained, or was cancelled
-# before its end; masked: the loss mask leaves them out; stale: their weights are older than the window, or their
-# episode ended because of that.
+# Why sampled tokens are not trained. not_chosen: a later start of the episode replaced them. orphan: no client of an
+# endpoint received the answer. no_reward: the episode has no reward. dropped: the group was dropped or cancelled.
+# masked: the loss mask leaves them out. stale: their weights are older than the staleness window, or the episode ended
+# for this reason.
 REASONS = ("not_chosen", "orphan", "no_reward", "dropped", "masked", "stale")
-_OF_END = {"stale": "stale", "cancelled": "dropped"}  # reasons of episodes without a reward; else no_reward
+_OF_END = {"stale": "stale", "cancelled": "dropped"}  # episode's end → reason; else no_reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """Holds the uid of a group with nothing to train on, and the reason."""
+    """Holds the uid of a group that is not trained, and the reason."""
 
     group_uid: str
     reason: str
@@ -58,17 +60,17 @@ def complete_group(
     account: Callable[[Mapping[str, int]], None] = lambda counts: None,
     lost: Lost | None = None,
 ) -> Group | DroppedGroup:
-    """Returns the group for the bus once all its episodes have ended and are scored, or the reason why there is none.
+    """Returns the group for the bus from its ended and scored episodes, or a `DroppedGroup`.
 
-    An episode without a reward is dropped, and its group stays. A group is dropped if fewer than two of its several
-    episodes have a reward, or if its only episode has none. ``refuse`` may drop a complete group. ``teacher`` is the
-    name of the teacher that scores the group, and ``extras`` computes further columns of a group that is kept.
-    ``account`` gets the `token_accounts` of the group, and ``lost`` the episodes that are dropped.
+    An episode without a reward is dropped from the group. The group is dropped if fewer than two episodes have a
+    reward; a group with a single episode is dropped if this episode has no reward. ``refuse`` may also drop a group.
+    ``teacher`` is the name of the teacher that scores the group. ``extras`` computes further columns of a kept group.
+    ``account`` receives the `token_accounts` of the group, and ``lost`` receives the tree of dropped episodes.
 
-    With ``mask_off_policy``, only tokens of the newest weight version in an episode are trained, and that version
-    is the episode's. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of tokens.
-    A masked episode stays in the group, because its reward is part of the baseline; a group without trained tokens
-    is dropped. Raises ValueError if a token is not in the kept set that it was sampled from.
+    With ``mask_off_policy``, only the tokens of an episode's newest weight version are trained, and the episode has
+    this version. With ``mask_truncated``, an episode that was cut at a token limit is not trained. A masked episode
+    stays in the group, because its reward is part of the baseline. A group without trained tokens is dropped. Raises
+    ValueError if a sampled token is not in its kept set, the tokens that the engine sampled from.
     """
     uid = group_uid(index)
     kept = [episode for episode in episodes if episode.reward is not None]
@@ -78,7 +80,7 @@ def complete_group(
         report_lost(lost, uid, [episode for episode in episodes if whole or episode.reward is None])
     if whole:
         account(token_accounts(episodes, None))
-        return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of its first dropped episode
+        return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first dropped episode
     tree = _masked(build_tree(uid, kept), mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
     trained = tree.trained_episodes()
     refused: str | None = None
@@ -113,7 +115,7 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
     for episode in tree.episodes:
         newest = max(version for turn in episode.turns for version, _ in turn.versions)
         for turn in episode.turns:
-            own = slice(turn.start, turn.end)  # no other episode has these rows, because each draw has its own rows
+            own = slice(turn.start, turn.end)  # no other episode has these rows, because sampled rows are always new
             if mask_off_policy:
                 loss_mask[own] = tree.versions[own] == newest
             if mask_truncated and episode.ended in CUT_ENDS:
@@ -122,7 +124,7 @@ def _masked(tree: TokenTree, *, mask_off_policy: bool, mask_truncated: bool) -> 
 
 
 def report_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None:
-    """Calls ``lost`` with the tree of those episodes of group ``uid`` that have sampled tokens, if there are any."""
+    """Calls ``lost`` with the tree of the episodes of group ``uid`` that have sampled tokens, if any have."""
     gone = [
         episode
         for episode in episodes
@@ -135,10 +137,10 @@ def report_lost(lost: Lost, uid: str, episodes: Sequence[EpisodeRecord]) -> None
 def token_accounts(
     episodes: Sequence[EpisodeRecord], tree: TokenTree | None, *, oldest_version: int = 0
 ) -> dict[str, int]:
-    """Returns how many tokens the episodes sampled, how many of them are trained, and the others by reason.
+    """Returns the number of "sampled" tokens, of "trained" tokens, and of untrained tokens by reason (`REASONS`).
 
-    ``tree`` is the group's token tree, None if the group was dropped. Rows of weights older than ``oldest_version``
-    are not trained. The sum of all counts but "sampled" is "sampled".
+    ``tree`` is the group's token tree, None if the group was dropped. Rows with a weight version below
+    ``oldest_version`` are not trained. "sampled" is the sum of all other counts.
     """
     counts = dict.fromkeys(("trained", *REASONS), 0)
     for episode in episodes:
@@ -163,18 +165,18 @@ def token_accounts(
     return counts
 
 
-LONGEST_KEY = 64  # characters of a state's key; the tree has digests of longer keys
+LONGEST_KEY = 64  # characters of a state's key; the tree stores digests of longer keys
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Chain:
-    """Holds adjacent rows of one path, each the only child of the row before: a part of a prompt or of a response.
+    """Holds adjacent rows without a fork between them: a part of a prompt or of a response.
 
-    ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` the index of
-    the first of them in it. ``experts`` ``[known rows, layers, experts per token]`` covers the first rows only: an
-    engine does not run the model on the last token of a response, so only a later turn knows that token's experts.
-    ``media`` places items, which are whole, in these rows. ``first`` is the number of the chain's first row once the
-    tree is laid out.
+    ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` is the index
+    of the first row in the response. ``experts`` ``[known rows, layers, experts per token]`` may lack the last row of a
+    response: an engine does not run the model on the last sampled token, so this token's experts are known only from a
+    later turn. ``media`` has the positions of the images and videos in these rows; the rows of an item are never split.
+    ``first`` is the number of the chain's first row in the tree, set by `TreeBuilder.chains`.
     """
 
     token_ids: np.ndarray
@@ -194,7 +196,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Holds rows that follow a position and were not sampled there; ``experts`` has one entry for each, if any."""
+    """Holds rows after a position that were not sampled there; ``experts`` has one entry per row, or is None."""
 
     ids: np.ndarray
     experts: np.ndarray | None
@@ -207,9 +209,9 @@ class _Rows:
 
 
 class TreeBuilder:
-    """Grows the token tree of one group; ``root`` is an empty chain before all rows.
+    """Builds the token tree of one group; ``root`` is an empty chain before all rows.
 
-    Every method takes and returns positions in the tree; a position is the end of a `Chain`.
+    The methods take and return positions in the tree. A position is the end of a `Chain`.
     """
 
     def __init__(self) -> None:
@@ -222,10 +224,10 @@ class TreeBuilder:
         experts: np.ndarray | None = None,
         media: Sequence[Media] = (),
     ) -> Chain:
-        """Returns the position after ``ids``, which follow ``at`` and were not sampled there.
+        """Adds ``ids``, which were not sampled, after the position ``at``; returns the position after the last id.
 
-        Rows of other paths with the same ids, the same ``experts`` ``[ids, layers, experts per token]`` and the same
-        items are shared.
+        Existing rows after ``at`` are shared if they have the same ids, ``experts`` ``[ids, layers, experts per
+        token]`` and media items.
         """
         return self._observe(at, _Rows(np.asarray(ids, dtype=np.int32), experts, media))
 
@@ -245,7 +247,7 @@ class TreeBuilder:
         return at
 
     def sample(self, at: Chain, response: Generated) -> Chain:
-        """Returns the position after a response that was sampled at ``at``, whose rows are always new."""
+        """Adds new rows for a response that was sampled at ``at``; returns the position after the response."""
         chain = Chain(token_ids=response.output_ids, parent=at, response=response, experts=response.response_experts)
         at.children.append(chain)
         return chain
@@ -257,10 +259,10 @@ class TreeBuilder:
         experts: np.ndarray | None = None,
         media: Sequence[Media] = (),
     ) -> Chain:
-        """Returns the position after ``ids``, which start at the root, for an episode whose path ends at ``own``.
+        """Adds a prompt ``ids`` of an episode with a path that ends at ``own``; returns the position after the prompt.
 
-        The rows of that path, sampled rows included, are shared as far as ids, ``experts`` and ``media`` agree. The
-        rest is observed.
+        ``ids`` start at the root. The rows of the path, including sampled rows, are shared up to the first difference
+        in ids, ``experts`` or ``media``. The remaining ids are added by `observe`.
         """
         path = [own]
         while (parent := path[-1].parent) is not None:
@@ -277,7 +279,7 @@ class TreeBuilder:
         return self._observe(at, rest)
 
     def add(self, episode: EpisodeRecord) -> list[Chain]:
-        """Adds an episode's rows and returns the position after each of its turns."""
+        """Adds an episode's rows, and returns the position after each turn of the episode."""
         ends: list[Chain] = []
         for turn in episode.turns:
             _check_kept(turn.response, episode.uid)
@@ -288,7 +290,7 @@ class TreeBuilder:
         return ends
 
     def chains(self) -> list[Chain]:
-        """Returns all chains depth-first and sets their ``first`` rows."""
+        """Returns all chains depth-first, and sets ``first`` of each chain."""
         found: list[Chain] = []
         rows, open_chains = 0, list(reversed(self.root.children))
         while open_chains:
@@ -301,9 +303,9 @@ class TreeBuilder:
 
 
 def build_tree(group_uid: str, episodes: Sequence[EpisodeRecord]) -> TokenTree:
-    """Returns the tree of these episodes, in which every sampled row is trained.
+    """Returns the tree of these episodes; its loss mask includes every sampled row.
 
-    Raises ValueError if a token is not in the kept set that it was sampled from.
+    Raises ValueError if a sampled token is not in its kept set.
     """
     builder = TreeBuilder()
     ends = [builder.add(episode) for episode in episodes]
@@ -336,11 +338,11 @@ def build_tree(group_uid: str, episodes: Sequence[EpisodeRecord]) -> TokenTree:
 
 
 def version_spans(versions: np.ndarray) -> list[tuple[int, int]]:
-    """Returns (version, tokens) of each span of adjacent tokens with one weight version."""
+    """Returns (version, number of tokens) of each span of adjacent tokens with the same weight version."""
     if not len(versions):
         return []
     first = int(versions[0])
-    if (versions == first).all():  # this is the usual case, and the general code is ten times as slow
+    if (versions == first).all():  # the usual case; the general code takes ten times longer
         return [(first, len(versions))]
     starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
     sizes = np.diff(starts, append=len(versions))
@@ -348,7 +350,7 @@ def version_spans(versions: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _episode(played: EpisodeRecord, ends: Sequence[Chain]) -> Episode:
-    inner: set[int] = set()  # chains that a later turn of the episode continues
+    inner: set[int] = set()  # chains with a later turn of the episode after them
     for chain in ends:
         above = chain.parent
         while above is not None:
@@ -376,24 +378,24 @@ def _episode(played: EpisodeRecord, ends: Sequence[Chain]) -> Episode:
 
 
 def _short_key(key: str) -> str:
-    """Returns a state's key, or its digest if it is long: every reader of the bus and the ledger gets the keys."""
+    """Returns a state's key, or the digest of a long key: every reader of the bus and the ledger receives the keys."""
     return key if len(key) <= LONGEST_KEY else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def moved_media(medium: Media, rows: int) -> Media:
-    """Returns the place of an item, ``rows`` rows later."""
+    """Returns the position of a media item, moved by ``rows`` rows."""
     return msgspec.structs.replace(medium, start=medium.start + rows, end=medium.end + rows)
 
 
 def _after(media: Sequence[Media], rows: int) -> list[Media]:
-    """Returns the items that begin at or after row number ``rows``, counted from that row."""
+    """Returns the media items that begin at or after row ``rows``; their positions are relative to this row."""
     return [moved_media(medium, -rows) for medium in media if medium.start >= rows]
 
 
 def _common(chain: Chain, rest: _Rows) -> int:
-    """Returns how many of the chain's first rows equal ``rest``, with equal experts where both are known.
+    """Returns how many first rows of the chain and of ``rest`` are equal; known experts must be equal, too.
 
-    The rows end before the first item that only one of them has, and never inside an item.
+    The common rows end before the first media item that differs, and never inside an item.
     """
     length = min(len(chain.token_ids), len(rest.ids))
     same = chain.token_ids[:length] == rest.ids[:length]
@@ -412,16 +414,16 @@ def _common(chain: Chain, rest: _Rows) -> int:
 
 
 def _learn_last(chain: Chain, experts: np.ndarray | None, common: int) -> None:
-    """Adds the experts of a response's last token, which a later turn knows."""
+    """Adds the experts of a response's last token, which are known from a later turn."""
     if experts is not None and chain.experts is not None and len(chain.experts) < common:
         chain.experts = np.concatenate([chain.experts, experts[len(chain.experts) : common]])
 
 
 def _ended_at(chain: Chain, rows: int) -> Chain:
-    """Returns a chain that ends after the first ``rows`` rows of ``chain``, which is split there if it is longer.
+    """Returns a chain with the first ``rows`` rows of ``chain``; a longer ``chain`` is split after these rows.
 
-    The later part stays the same object, so that positions that callers hold stay valid. It becomes the first child, so
-    that a response's rows stay adjacent.
+    ``chain`` keeps the later rows, so that existing positions stay valid. It becomes the first child of the returned
+    chain, so that a response's rows stay adjacent.
     """
     if rows == len(chain.token_ids):
         return chain
@@ -448,7 +450,7 @@ def _ended_at(chain: Chain, rows: int) -> Chain:
 def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
     """Returns the experts of each row, ``[rows, layers, experts per token]``, or None if they were not recorded.
 
-    Rows on which no engine ran the model have zeros.
+    Rows have zeros if no engine ran the model on them.
     """
     if chains[0].experts is None:
         return None
@@ -467,7 +469,7 @@ def _check_kept(response: Generated, uid: str) -> None:
 
 
 def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
-    """Returns one kept set per row, or None without kept sets; rows that were not sampled keep the whole vocabulary."""
+    """Returns one kept set per row, or None without kept sets. For unsampled rows it is the whole vocabulary."""
     responses = [chain.response for chain in chains if chain.response is not None]
     sizes = {response.kept.vocab_size for response in responses if response.kept is not None}
     if not sizes:

@@ -1,4 +1,4 @@
-"""Plays groups: the base class of all players, and the player of episodes of one turn."""
+"""Plays groups: defines the base class of all players, and the player for episodes of one turn."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker, check_
 
 Played = tuple[AdmittedPrompt, list[EpisodeRecord] | BadRow]
 GivenUp = Callable[[AdmittedPrompt, Sequence[EpisodeRecord]], None]
-SAMPLES_A_CALL = 16384  # samples of an evaluation in one request; a request may hold four times as many
+SAMPLES_A_CALL = 16384  # samples of an evaluation in one request; the limit of a request is four times larger
 NOT_FOLLOWED = GroupsInFlight()
-# Ends of an attempt after which the episode starts again from its reset, because the failure may not occur twice.
+# After these ends of an attempt, the episode starts again from its reset: the failure may not occur again.
 RESTARTABLE_ENDS: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
@@ -46,9 +46,9 @@ def cancelled(records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
 class EarlyEnds:
     """Holds the rules that end training episodes before their env ends them.
 
-    A group is complete when the share ``quorum`` of its episodes has ended with a reward; the others end as
-    stragglers. An episode whose oldest token is more than ``max_lag`` weight versions older than the newest
-    version seen ends at its next turn, because no train step can take it; None means never.
+    A group is complete when the share ``quorum`` of its episodes has ended with a reward; the remaining episodes end as
+    stragglers. An episode is too old to be trained if its oldest token is more than ``max_lag`` weight versions older
+    than the newest version seen. Such an episode ends before its next turn. None means no limit.
     """
 
     quorum: float = 1.0
@@ -61,7 +61,7 @@ class EarlyEnds:
 
 @dataclass(eq=False, kw_only=True)
 class GroupInPlay:
-    """Holds a group while its episodes are played; `GroupPlayer.groups` explains the other fields."""
+    """Holds a group while its episodes are played; `GroupPlayer.groups` explains ``tasks`` and ``flight``."""
 
     start: AdmittedPrompt
     records: list[EpisodeRecord]
@@ -74,15 +74,15 @@ PlayEpisode = Callable[[int], Coroutine[Any, Any, None]]
 
 
 class GroupPlayer:
-    """Plays the groups of a run or an evaluation, each with ``group_size`` episodes.
+    """Plays the groups of a run or an evaluation; a group has ``group_size`` episodes.
 
-    With ``in_order``, groups are handed on in the order of their prompts, which is equal in every run. With
-    ``lockstep``, the turns of a prompt batch go out together through ``requests``, and the batches of a weight
-    version are played one after the other. The number of prompts that are admitted together to replace others of
-    their version depends on timing, so each of them is a separate batch.
+    With ``in_order``, groups are yielded in the order of their prompts, which is equal in every run. With ``lockstep``,
+    the turns of a prompt batch are sent together through ``requests``, and the batches of a weight version are played
+    one after the other. Later prompts of a weight version replace dropped groups. How many such prompts arrive together
+    depends on timing, so each of them is a separate batch.
     """
 
-    makes_prompts = True  # the episodes open with their own prompts
+    makes_prompts = True  # prompts are made while the episodes are played
     evaluated_together = EVALUATED_TOGETHER  # the largest number of open episodes in an evaluation
 
     def __init__(
@@ -134,9 +134,9 @@ class GroupPlayer:
         return records
 
     def opened(self, group: GroupInPlay) -> AbstractAsyncContextManager[PlayEpisode]:
-        """Opens a group while the context is open, and yields the function that plays an episode by its number.
+        """Opens a group while the context is open. Yields a function that plays the episode with a given number.
 
-        An episode whose record has already ended is not played.
+        The function is not called for an episode with a record that has already ended.
         """
         raise NotImplementedError
 
@@ -156,9 +156,9 @@ class GroupPlayer:
         self.give_up(group, [playing[task] for task in pending])
 
     def give_up(self, group: GroupInPlay, records: Sequence[EpisodeRecord]) -> None:
-        """Cancels the requests in flight of these episodes, because their responses are no longer needed.
+        """Cancels the requests in flight of episodes that no longer need the responses.
 
-        A busy engine confirms the end late; no group waits for that.
+        Returns at once, because a busy engine confirms the cancellation late.
         """
         asked = [record.request for record in records if record.request]
         if asked and self._requests is not None:
@@ -167,14 +167,14 @@ class GroupPlayer:
             group.flight.remove_request(group.start.index, request)
 
     def try_restart(self, record: EpisodeRecord) -> bool:
-        """Prepares a failed episode for a new start; returns False if it has not failed or has no starts left."""
+        """Prepares a failed episode for a new start; returns False if a new start is not possible or not needed."""
         if record.ended not in RESTARTABLE_ENDS or record.restarts >= self._max_retries:
             return False
         record.start_again()
         return True
 
     def stale_reason(self, start: AdmittedPrompt, record: EpisodeRecord) -> str:
-        """Returns why no train step can take an episode any more; empty while a train step can take it."""
+        """Returns why an episode is too old to be trained; empty if it can still be trained."""
         return "" if start.evaluation else self._too_old.describe(record.uid, record.turn_versions())
 
     def begin_turn(
@@ -187,7 +187,7 @@ class GroupPlayer:
         number: int,
         media: Sequence[Media] = (),
     ) -> PromptRequest:
-        """Returns the request for response ``number`` of an episode, of at most ``most`` tokens, and reports it."""
+        """Makes the request for response ``number`` with at most ``most`` tokens, and adds it to ``group.flight``."""
         start, restarts = group.start, group.records[sample].restarts
         again = f".{restarts}" if restarts else ""
         request = PromptRequest(
@@ -211,12 +211,13 @@ class GroupPlayer:
         on_end: OnEnd | None = None,
         at_once: int | None = None,
     ) -> AsyncIterator[Played]:
-        """Yields each prompt with its ended episodes, sorted by number; the prompts have the same weight version.
+        """Yields each prompt with its ended episodes in order; all prompts must have the same weight version.
 
-        A data row that the env cannot use comes with its `BadRow`. ``flight`` gets a report of each group and
-        request, and may cancel groups; ``given_up`` gets the episodes of a cancelled group, which is not
-        yielded. ``on_end`` gets the metrics of the engines' requests, if a prompt batch is one request. At most
-        ``at_once`` groups are open at the same time. A failure of the engines ends ``tasks``.
+        If the env cannot use the data row, the prompt is yielded with a `BadRow` in place of episodes. ``flight``
+        receives a report of each group and request, and may cancel groups. A cancelled group is not yielded;
+        ``given_up`` receives its episodes. ``on_end`` receives the metrics of engine requests; only players that send a
+        prompt batch as one request call it. At most ``at_once`` groups are open at the same time. A failure of the
+        engines ends ``tasks``.
         """
         if not prompts:
             return
@@ -238,7 +239,7 @@ class GroupPlayer:
                     yield played
 
     def lockstep(self, prompts: Sequence[AdmittedPrompt]) -> Lockstep:
-        """Returns an object that sends the turns of these groups together, while its `run` runs."""
+        """Returns an object that sends the turns of these groups together; its `run` must run meanwhile."""
         assert self._requests is not None
         return Lockstep(self._requests, [uid for prompt in prompts for uid in self.uids(prompt)])
 
@@ -273,7 +274,7 @@ class GroupPlayer:
         ended: asyncio.Queue[asyncio.Task[list[EpisodeRecord] | BadRow]] = asyncio.Queue()
         for prompt in prompts:
             task = tasks.create_task(played(prompt))
-            if not flight.begin(prompt.index, task.cancel):  # the group ended before its episodes began
+            if not flight.begin(prompt.index, task.cancel):  # the bus ended the group before its episodes began
                 task.cancel()
                 if lockstep is not None:
                     lockstep.leave(self.uids(prompt))
@@ -290,9 +291,10 @@ class GroupPlayer:
 
 
 class OneTurnPlayer(GroupPlayer):
-    """Plays episodes of one turn without an environment: a prompt batch is one request of the engines.
+    """Plays episodes of one turn without an environment; a prompt batch is one engine request.
 
-    Groups come in the order in which their responses arrive. ``prompts`` reads the responses' text.
+    Groups are yielded in the order in which their responses arrive. ``prompts`` has the tokenizer that decodes
+    responses.
     """
 
     makes_prompts = False
@@ -319,10 +321,10 @@ class OneTurnPlayer(GroupPlayer):
             part = prompts[first : first + size]
             begun = [
                 admitted for admitted in part if flight.begin(admitted.index)
-            ]  # some may have ended since they were admitted
+            ]  # some groups may have ended after their admission
             for prompt in begun:
                 flight.add_request(prompt.index, prompt.request.rid)
-                if prompt.evaluation:  # a training prompt holds its media since it was made
+                if prompt.evaluation:  # a training prompt already holds its media
                     await self._prompts.hold_again(prompt.row, prompt.request.media, owner=prompt.uid)
             unanswered = {prompt.uid: prompt for prompt in part}
             async for number, responses in self._pool.generate(

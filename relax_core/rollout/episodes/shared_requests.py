@@ -1,7 +1,7 @@
-"""Sends turns of several episodes to the engines in one request: all that are ready, or all with one turn number.
+"""Sends turns of several episodes in one engine request: all ready turns, or one turn of every episode.
 
-`SharedRequests` never waits for further turns. `Lockstep` waits until every episode of a prompt batch is ready, so that
-the requests of a run do not depend on timing.
+`SharedRequests` sends all turns that are ready, without waiting for more. `Lockstep` waits until every episode of a
+prompt batch has a ready turn, so that the requests of a run do not depend on timing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.engine_pool import EnginePool
 from relax_core.engines.protocol.generate_messages import OnTokens
 
-TellIds = Callable[[int, Sequence[int]], None]  # gets new tokens of a response, and the index of the first of them
-# A request, its place among equally loaded engines, its response, and the callback for tokens during sampling.
+TellIds = Callable[[int, Sequence[int]], None]  # receives an index, and new tokens from this index on
+# A request, the number that chooses among equally loaded engines, the response, and the callback for sampled tokens.
 Asked = tuple[PromptRequest, int, asyncio.Future[Generated], TellIds | None]
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
-    """Starts ``work``, which awaits ``parts``, in a group of tasks.
+    """Starts ``work`` in a task group; ``parts`` are the coroutines that ``work`` awaits.
 
-    Raises CancelledError if the group is ending, because its tasks, including the caller, are then being cancelled.
+    If the task group is ending, closes all coroutines and raises CancelledError: the group's tasks, including the
+    caller, are being cancelled.
     """
     try:
         tasks.create_task(work)
@@ -35,10 +36,10 @@ def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: 
 
 
 class SharedRequests:
-    """Asks ``pool`` for one response per prompt.
+    """Requests one response per prompt from ``pool``.
 
-    Prompts of one iteration of the event loop that wait for the same weights and stop at the same strings share a
-    request.
+    Prompts share a request if they are added in the same iteration of the event loop, wait for the same weight version,
+    and have the same stop strings.
     """
 
     def __init__(self, pool: EnginePool, sampling: SamplingParams) -> None:
@@ -55,11 +56,11 @@ class SharedRequests:
         stop: tuple[str, ...] = (),
         tell: TellIds | None = None,
     ) -> Generated:
-        """Returns the response to ``request``, whose ``rid`` must be unique.
+        """Returns the response to ``request``. The ``rid`` of the request must be unique.
 
-        The call is cancelled if the pool cancels the request. ``tie`` chooses among equally loaded engines. A
-        failure of the engines ends ``tasks``. The response also ends at one of the strings ``stop``. ``tell``
-        gets its tokens while they are sampled; it may miss the last tokens.
+        The call is cancelled if the pool cancels the request. ``tie`` chooses among equally loaded engines. A failure
+        of the engines ends ``tasks``. ``stop`` are further stop strings of the response. ``tell`` receives tokens while
+        they are sampled, but possibly not the last tokens.
         """
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         key = request.min_version, stop
@@ -70,16 +71,16 @@ class SharedRequests:
         return await future
 
     async def cancel(self, rids: Sequence[str]) -> None:
-        """Cancels requests whose calls of `generate` were cancelled; the engines stop them."""
+        """Stops requests in the engines; the calls of `generate` for these requests must have been cancelled."""
         await self._pool.cancel(rids)
 
     async def _send(self, key: tuple[int, tuple[str, ...]]) -> None:
-        await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first
+        await asyncio.sleep(0)  # all episodes that are ready in this iteration first add their requests
         await self.answer(self._ready.pop(key), stop=key[1])
 
     async def answer(self, asked: Sequence[Asked], *, stop: tuple[str, ...] = ()) -> None:
         """Sends prompts as one request, in their order, and sets their responses."""
-        open_ones = [question for question in asked if not question[2].done()]  # the others were cancelled meanwhile
+        open_ones = [question for question in asked if not question[2].done()]  # a done future was cancelled meanwhile
         if not open_ones:
             return
         requests = [request for request, _, _, _ in open_ones]
@@ -108,10 +109,10 @@ def _token_callback(asked: Sequence[Asked]) -> OnTokens:
 
 
 class Lockstep:
-    """Sends the turns of a prompt batch together: each turn goes out when all its episodes are ready or have ended.
+    """Sends turns of a prompt batch together, each time when all episodes of the batch are ready or have ended.
 
-    ``episodes`` are the uids of all episodes of the batch; a request holds their prompts in this order. `run` must
-    run concurrently with the episodes.
+    ``episodes`` are the uids of all episodes of the batch. A request has the prompts in the order of ``episodes``.
+    `run` must run concurrently with the episodes.
     """
 
     def __init__(self, requests: SharedRequests, episodes: Iterable[str]) -> None:
@@ -122,17 +123,17 @@ class Lockstep:
         self._changed = asyncio.Event()
 
     async def generate(self, request: PromptRequest, *, tie: int, episode: str) -> Generated:
-        """Returns the response to a turn of ``episode``; `SharedRequests.generate` explains the rest."""
+        """Returns the response to a turn of ``episode``; `SharedRequests.generate` explains ``tie``."""
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         self._ready[episode] = (request, tie, future, None)
         self._changed.set()
         try:
             return await future
         finally:
-            self._ready.pop(episode, None)  # it is still there if the episode is cancelled before its turn is sent
+            self._ready.pop(episode, None)  # needed if the episode is cancelled before its turn is sent
 
     def leave(self, episodes: Iterable[str]) -> None:
-        """Reports that episodes have ended; the others no longer wait for them."""
+        """Reports that episodes have ended; the remaining episodes no longer wait for them."""
         self._playing.difference_update(episodes)
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""Derives from the configuration a run's judges, their engines, and the settings of these engines."""
+"""Derives a run's judges, their engines, and the settings of these engines from the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.registry import find_engine
 
 
 def judge_plan(config: RelaxConfig) -> JudgePlan | None:
-    """Returns the judges of the run's rewards, None without judges; the rewards' own checks must have passed."""
+    """Returns the judges of the run's rewards, or None. The rewards' settings must have passed their checks."""
     chosen = judged_reward(config.reward)
     if chosen is None:
         return None
@@ -22,7 +22,7 @@ def judge_plan(config: RelaxConfig) -> JudgePlan | None:
 
 
 def judge_engines(config: RelaxConfig) -> list[str]:
-    """Returns the name of the judge for each engine that the run starts for judges, in the order of the engines."""
+    """Returns the judge's name for each engine that the run starts for a judge, in the order of the engines."""
     plan = judge_plan(config)
     if plan is None:
         return []
@@ -31,10 +31,10 @@ def judge_engines(config: RelaxConfig) -> list[str]:
 
 
 def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) -> EngineConfig:
-    """Returns the settings of a judge's engine: those of the run's engines with the judge's kind and context.
+    """Returns the settings of a judge's engine: the settings of the run's engines, with the judge's kind and context.
 
-    Settings that only the run's kind of engine reads are kept only for a judge of that kind. ``positions`` is the
-    largest number of tokens that the judge's model takes.
+    A judge with another kind of engine does not get the settings that only the run's kind of engine reads.
+    ``positions`` is the largest number of tokens of the judge's model.
     """
     same_kind = judge.engine == engine.name
     kept = replace(engine, urls=[], token_file=None, tp=1, port=0)
@@ -50,5 +50,5 @@ def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) ->
 
 
 def judge_positions(folder: Path) -> int:
-    """Returns the largest number of tokens that the model in a Hugging Face folder takes."""
+    """Returns the largest number of tokens of the model in a Hugging Face folder."""
     return int(language_values(read_hf_config(folder))["max_position_embeddings"])

@@ -1,6 +1,6 @@
-"""Calls the judges of a run: each question of a group once, with votes, a deadline, and metrics of each judge.
+"""Calls the judges of a run, with votes, a deadline and metrics; equal questions of a group are asked once.
 
-`check_judges` tries the judges on questions whose verdicts are known, before a run's first prompt.
+`check_judges` tries the judges on answers with known verdicts before a run's first prompt.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
 from relax_core.rollout.rewards.reward_calls import score_async
 from relax_core.rollout.rewards.reward_metrics import times
 
-AGAIN_TEMPERATURE = 0.7  # least temperature of the second try, because a greedy judge would repeat its text
-CANCELLED_S = 5.0  # the wait for cancelled questions to end
+AGAIN_TEMPERATURE = 0.7  # lowest temperature of the second try; a greedy judge would repeat its text
+CANCELLED_S = 5.0  # limit of the wait until cancelled questions have ended
 _SEEDS = 2**31
 
 
 class JudgeMetrics:
-    """Counts the texts and verdicts of one judge since the last `take`."""
+    """Counts the texts and verdicts of one judge since the last `take`. A verdict may need several texts."""
 
     def __init__(self) -> None:
         self.under_way = 0
@@ -46,16 +46,16 @@ class JudgeMetrics:
         self._unreadable += not readable
 
     def verdict(self, seconds: float, *, given: bool) -> None:
-        """Counts one question and its time."""
+        """Counts one ended question and its time."""
         self._ms.append(1e3 * seconds)
         self._none += not given
 
     def take(self) -> dict[str, float]:
         """Returns the metrics since the last call.
 
-        ``queue`` is the number of questions in flight, ``verdicts`` the number of ended questions, and ``none``
-        the share of these without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable``
-        the share of these without a verdict.
+        ``queue`` is the number of questions in flight. ``verdicts`` is the number of ended questions, and ``none`` is
+        the share of ended questions without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable``
+        is the share of texts without a readable verdict.
         """
         ms = self._ms
         values = {"queue": float(self.under_way), "verdicts": float(len(ms))}
@@ -72,7 +72,7 @@ class JudgeMetrics:
 class RunJudge:
     """Holds one judge of a run: its template, its parser, and the server that answers its prompts.
 
-    ``seed`` is the run's seed. Raises ValueError as `JudgePrompt` and `verdict_parser` do.
+    ``seed`` is the run's seed. Raises the ValueError of `JudgePrompt` and `verdict_parser`.
     """
 
     def __init__(self, name: str, setup: JudgeSetup, server: JudgeServer, *, seed: int) -> None:
@@ -82,7 +82,7 @@ class RunJudge:
         self._parser = verdict_parser(setup.parse)
 
     async def verdict(self, variables: Mapping[str, str]) -> Verdict:
-        """Returns the verdict within ``timeout_s`` seconds; its value is None if there is none."""
+        """Returns the verdict within ``timeout_s`` seconds; without a verdict, the value of the result is None."""
         began = time.perf_counter()
         self.figures.under_way += 1
         verdict = self._without("it was cancelled", cause="given_up")
@@ -108,7 +108,7 @@ class RunJudge:
         return self._counted(votes)
 
     def _counted(self, votes: Sequence[tuple[float | None, str]]) -> Verdict:
-        """Returns the mean of the readable votes, if more than half of the votes are readable."""
+        """Returns the mean of the readable votes; no verdict if half of the votes or more are unreadable."""
         values = [value for value, _ in votes if value is not None]
         text = votes[-1][1]
         if 2 * len(values) <= len(votes):
@@ -123,7 +123,7 @@ class RunJudge:
         return Verdict(judge=self._name, value=fmean(values), text=text)
 
     async def _vote(self, prompt: str, number: int) -> tuple[float | None, str]:
-        """Returns a verdict with its text; if it is unreadable, the judge is asked once more, with another seed."""
+        """Returns a vote with the judge's text; after an unreadable text, asks once more with another seed."""
         text = ""
         for attempt, temperature in enumerate(
             (self._settings.temperature, max(self._settings.temperature, AGAIN_TEMPERATURE))
@@ -139,7 +139,7 @@ class RunJudge:
         return None, text
 
     def _seed_of(self, prompt: str, number: int, attempt: int) -> int:
-        """Returns a seed that depends only on the run's seed and the question, so that a run can be repeated."""
+        """Returns a seed that depends only on the run's seed, the prompt, the vote and the attempt."""
         return (zlib.crc32(prompt.encode(errors="replace")) + 7919 * self._seed + 2 * number + attempt) % _SEEDS
 
     def _without(self, reason: str, *, cause: str) -> Verdict:
@@ -157,7 +157,7 @@ class JudgePool:
         self._judges = judges
 
     def of_group(self) -> GroupJudges:
-        """Returns the judges for one group, which are asked each question once."""
+        """Returns the judges for one group; equal questions of the group are asked once."""
         return GroupJudges(self._judges)
 
     def metrics(self) -> dict[str, float]:
@@ -175,9 +175,9 @@ class JudgePool:
 
 
 class GroupJudges:
-    """Asks the judges about the answers of one group; answers with equal text share a verdict.
+    """Asks the judges about the answers of one group; equal questions share a verdict.
 
-    It is an async context manager; at its end, questions in flight are cancelled.
+    The object is an async context manager; the end of the context cancels questions in flight.
     """
 
     def __init__(self, judges: Mapping[str, RunJudge]) -> None:
@@ -192,7 +192,7 @@ class GroupJudges:
         key = (judge, *(word for pair in sorted(variables.items()) for word in pair))
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._judges[judge].verdict(variables))
-        return await asyncio.shield(self._asked[key])  # another answer may wait for the same verdict
+        return await asyncio.shield(self._asked[key])  # another answer may also wait for this verdict
 
     async def __aenter__(self) -> GroupJudges:
         return self
@@ -205,15 +205,15 @@ class GroupJudges:
             await asyncio.wait(open_tasks, timeout=CANCELLED_S)
 
 
-NEAR = 0.5  # a right verdict differs by less than this from the known verdict; verdicts are from 0 to 1
-CONCURRENT_QUESTIONS = 32  # questions in flight
-SHOWN = 3  # wrong verdicts that are logged
+NEAR = 0.5  # a verdict is right if it differs by less from the known verdict; range 0 to 1
+CONCURRENT_QUESTIONS = 32  # limit of questions in flight
+SHOWN = 3  # number of wrong verdicts that are logged
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownVerdict:
-    """Holds one row of the file: an answer whose verdict is known; ``where`` is its file and line."""
+    """Holds one row of the file reward.check.path: an answer with its known verdict; ``where`` is file and line."""
 
     where: str
     row: Mapping[str, Any]
@@ -229,7 +229,7 @@ class KnownVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeAccuracy:
-    """Counts the right verdicts on known answers; ``wrong`` describes the others."""
+    """Counts the right verdicts on known answers; ``wrong`` describes the wrong verdicts."""
 
     right: int
     wrong: Sequence[str]
@@ -246,10 +246,10 @@ class JudgeAccuracy:
 
 
 def known_verdicts(path: str) -> list[KnownVerdict]:
-    """Reads a file of JSON lines; each row has question, answer and verdict, and may have further keys of a data row.
+    """Reads known verdicts from a file of JSON lines.
 
-    The reference answer is the row's ``reference``. Raises ValueError with file and line for rows that cannot be
-    read.
+    A row has the keys question, answer and verdict, optionally reference (the reference answer), and further keys of a
+    data row. Raises ValueError with file and line for a row that cannot be read.
     """
     file = Path(path).expanduser()
     key = f"reward.check.path={path}"
@@ -284,7 +284,7 @@ def _known(line: str, where: str) -> KnownVerdict:
 async def judge_accuracy(
     known: Sequence[KnownVerdict], judges: JudgePool, spec: RewardSpec, config: RewardConfig
 ) -> JudgeAccuracy:
-    """Scores the known answers with the reward that asks the judges, and counts its right verdicts."""
+    """Scores the known answers with the reward that asks the judges, and counts the right verdicts."""
     limit = asyncio.Semaphore(CONCURRENT_QUESTIONS)
     async with judges.of_group() as asking:
 
@@ -309,9 +309,9 @@ def _wrong(known: Sequence[KnownVerdict], outputs: Sequence[RewardOutput]) -> It
 
 
 async def check_judges(config: RelaxConfig, judges: JudgePool, record: Callable[[Mapping[str, float]], None]) -> None:
-    """Tries the judges on ``reward.check.path``, if it is set; logs their accuracy and passes it to ``record``.
+    """Tries the judges on ``reward.check.path``, if set; logs the accuracy and passes it to ``record``.
 
-    Raises ValueError if it is below ``reward.check.min``.
+    Raises ValueError if the accuracy is below ``reward.check.min``.
     """
     plan, chosen = judge_plan(config), judged_reward(config.reward)
     if plan is None or chosen is None or plan.check.path is None:

@@ -1,7 +1,7 @@
 """Renders the prompts of judges from jinja templates, and parses the verdicts in their answers.
 
-Variables are data, and are never rendered as templates. A verdict is a whole number or word, and never a digit inside a
-longer text.
+The values of variables are data and are never rendered as templates. A verdict is a complete number or word, not a
+digit inside a longer number or word.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MARKUP = re.compile(
 class JudgePrompt:
     """Holds the prompt template of one judge.
 
-    Raises ValueError with file and line for a file that is no template, that reads an unknown variable, that does
-    not write one of ``setup.needs``, or that fails.
+    Raises ValueError with file and line if the file is no template, reads an unknown variable, does not write a
+    variable of ``setup.needs``, or fails.
     """
 
     def __init__(self, setup: JudgeSetup) -> None:
@@ -44,7 +44,7 @@ class JudgePrompt:
         self._check(setup.needs)
 
     def text(self, variables: Mapping[str, str], *, shown: Callable[[str], str] = str) -> str:
-        """Returns the rendered prompt; every value is cut and then changed by ``shown``.
+        """Returns the rendered prompt; each value is first cut and then converted by ``shown``.
 
         Raises ValueError with file and line if the template fails.
         """
@@ -58,7 +58,7 @@ class JudgePrompt:
             raise ValueError(f"{self._where(error)}: {type(error).__name__}: {error}.") from error
 
     def fixed_text(self) -> str:
-        """Returns the prompt with one word for each variable; no prompt of the template is shorter."""
+        """Returns the prompt with one word per variable; it is the shortest prompt of the template."""
         return self.text(dict.fromkeys(self._knows, "x"))
 
     def _check(self, needs: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class JudgePrompt:
 
 
 def cut(text: str, most: int) -> str:
-    """Returns a text, in which a mark replaces the middle if there are more than ``most`` characters."""
+    """Returns a text; if it is longer than ``most`` characters, a mark replaces the middle."""
     if len(text) <= most:
         return text
     behind = most // 2
@@ -96,9 +96,9 @@ def cut(text: str, most: int) -> str:
 
 
 def without_markup(text: str) -> str:
-    """Returns a text in which a zero-width space breaks control tokens of chat templates.
+    """Returns a text with a zero-width space in each control token of chat templates, which breaks these tokens.
 
-    It is for servers whose tokenizer is not known. Engines of the run get token ids, and there no text becomes a
+    This is for servers with an unknown tokenizer. Engines of the run receive token ids, in which no text becomes a
     special token.
     """
     return _MARKUP.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
@@ -125,7 +125,7 @@ def _compiled(file: Path) -> jinja2.Template:
     return Template.from_code(environment, code, environment.make_globals(None))
 
 
-Parser = Callable[[str, bool], float | None]  # a judge's text, and whether it was cut → the verdict, None if unreadable
+Parser = Callable[[str, bool], float | None]  # a judge's text, and whether it was cut → the verdict, or None
 
 # The verdict of each word. A, B and tie say which of two answers is better.
 WORDS = {
@@ -133,7 +133,7 @@ WORDS = {
     **dict.fromkeys(("no", "false", "wrong", "incorrect", "fail", "b"), 0.0),
     "tie": 0.5,
 }
-# The forms of ``parse`` that `verdict_parser` takes, with their meaning.
+# The forms of ``parse`` that `verdict_parser` accepts, with their meaning.
 DESCRIPTIONS = {
     "number LOW..HIGH": "the judge's whole text is a number in this range, which becomes 0 to 1",
     "'(?P<verdict>…)'": f"a regular expression; its group verdict is a number or one of {', '.join(WORDS)}",
@@ -141,16 +141,16 @@ DESCRIPTIONS = {
 _THOUGHT = "</think>"
 _RANGE = re.compile(r"number\s+(-?[0-9]+(?:\.[0-9]+)?)\.\.(-?[0-9]+(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
-_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # text before a match that makes it part of a longer number or word
+_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # after such text, a match is part of a longer number or word
 _BEHIND = re.compile(r"^(?:[\w%]|[.,/:-]\w)")
 
 
 def verdict_parser(parse: str) -> Parser:
-    """Returns the parser that ``parse`` describes: "number LOW..HIGH", or a regular expression.
+    """Returns the parser that ``parse`` describes: "number LOW..HIGH" or a regular expression.
 
-    A number is the judge's whole text and lies in the range, which is scaled to 0 to 1. For an expression, the last
-    match counts, and its group "verdict" is a number or one of `WORDS`. Text before </think> is ignored. A verdict
-    at the end of a text that was cut is not read, because it may be incomplete.
+    With "number", the judge's whole text must be a number in the range; the range is scaled to 0 to 1. With a regular
+    expression, the last match is used; its group "verdict" must be a number or a word of `WORDS`. Text before </think>
+    is ignored. A verdict at the end of a cut text is not read, because the verdict may be incomplete.
 
     Raises ValueError for any other description.
     """
@@ -194,7 +194,7 @@ def _by_pattern(pattern: re.Pattern[str], text: str, *, is_cut: bool) -> float |
 
 
 def _conclusion(text: str) -> str | None:
-    """Returns the text after the judge's thinking, or None if the thinking did not end."""
+    """Returns the text after the judge's thinking, or None if the thinking has not ended."""
     said = text.rpartition(_THOUGHT)[2].strip()
     return None if "<think>" in said else said
 

@@ -23,20 +23,23 @@ from relax_core.rollout.prompt_tokens import off_loop
 if TYPE_CHECKING:
     import aiohttp
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a request is sent again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pauses before a request is sent again
 CONNECT_S = 5.0
 CONNECTIONS = 64  # concurrent connections to one server
-MAX_BYTES = 4 << 20  # of a server's reply
+MAX_BYTES = 4 << 20  # limit of a server's reply
 _LATER = (408, 425, 429)  # statuses after which a request is sent again
 
 
 class JudgeRefused(Exception):
-    """The judge rejects this prompt, and another try would not help; the text gives the reason."""
+    """Reports that the judge rejects a prompt, and that another try would not help; the text is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeText:
-    """Holds one answer of a judge; ``is_cut``: it reached the token limit; ``tokens`` counts prompt and answer."""
+    """Holds one answer of a judge.
+
+    ``is_cut`` is True if the answer reached the token limit. ``tokens`` is the number of tokens of prompt and answer.
+    """
 
     text: str
     is_cut: bool
@@ -47,11 +50,11 @@ class JudgeServer(Protocol):
     """Answers the prompts of one judge."""
 
     def shown(self, value: str) -> str:
-        """Returns a value in the form in which a prompt may contain it."""
+        """Returns a variable's value in the form for the prompt."""
         ...
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
-        """Returns the answer to one prompt, and waits for a server that is down; the caller sets the deadline.
+        """Returns the answer to one prompt; waits while the server is down. The caller sets the deadline.
 
         Raises `JudgeRefused`.
         """
@@ -63,11 +66,11 @@ class JudgeServer(Protocol):
 
 
 class JudgeEngines:
-    """Asks the run's engines for one judge, with the judge's own tokenizer and chat template.
+    """Sends the prompts of one judge to engines of the run, with the judge's tokenizer and chat template.
 
-    A prompt is one user message. No text in it becomes a special token. ``context_tokens`` is the largest number of
-    tokens of a prompt with its answer. Prompts of one iteration of the event loop, such as those of a group, share
-    a request, so that the engine computes them together.
+    A prompt is one user message, and no text in this message becomes a special token. ``context_tokens`` is the largest
+    number of tokens of a prompt with its answer. Prompts from one iteration of the event loop, such as the prompts of a
+    group, share a request, so that the engine computes them together.
     """
 
     def __init__(
@@ -88,16 +91,16 @@ class JudgeEngines:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def shown(self, value: str) -> str:
-        """Returns the text as it is."""
+        """Returns the value unchanged."""
         return value
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt. Raises `TextTooLong` if it exceeds the judge's context."""
+        """Returns the tokens of a prompt. Raises `TextTooLong` if the prompt exceeds the judge's context."""
         most = self._context_tokens
         return self._tokenizer.encode([{"role": "user", "content": text}], most_tokens=most)
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
-        """Returns the answer of one of the engines; see `JudgeServer`."""
+        """Returns the answer of an engine; see `JudgeServer`."""
         most = self._settings.max_new_tokens
         try:
             ids = await off_loop(len(text) > LARGE_TEXT, lambda: self.tokens(text))
@@ -127,11 +130,11 @@ class JudgeEngines:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_ready(self, temperature: float) -> None:
-        await asyncio.sleep(0)  # all callers of this iteration add their prompts first
+        await asyncio.sleep(0)  # all callers of this iteration first add their prompts
         await self._send(self._ready.pop(temperature), temperature)
 
     async def _send(self, asked: Sequence[Asked], temperature: float) -> None:
-        """Sends one request; if an engine refuses it, each prompt is sent alone, so that only refused prompts fail."""
+        """Sends one request; if an engine refuses it, sends each prompt alone, so that only refused prompts fail."""
         params = SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=temperature,
@@ -139,7 +142,7 @@ class JudgeEngines:
         )
         try:
             await SharedRequests(self._pool, params).answer(asked)
-        except Exception as error:  # the callers raise it
+        except Exception as error:  # the callers raise the error
             left = [question for question in asked if not question[2].done()]
             if isinstance(error, EngineError) and len(asked) > 1:
                 for question in left:
@@ -155,16 +158,16 @@ class JudgeEngines:
         return JudgeText(text=self._tokenizer.decode(said), is_cut=not stopped, tokens=prompt_tokens + len(ids))
 
     async def close(self) -> None:
-        """Cancels the requests in flight; the connections belong to the run's clients."""
+        """Cancels the requests in flight; the connections to the engines stay open for the run."""
         for task in self._tasks:
             task.cancel()
 
 
 class JudgeUrl:
-    """Asks a server with OpenAI's chat protocol at ``settings.url``, which ends in /v1.
+    """Sends prompts to a server with OpenAI's chat protocol at ``settings.url``, which ends in /v1.
 
-    A request is sent again if the server does not answer, or answers with 5xx, 408, 425 or 429. A zero-width space
-    breaks chat markup in values, because the server's tokenizer is not known.
+    A request is sent again if the server does not answer, or answers with 5xx, 408, 425 or 429. Control tokens in
+    values are broken by a zero-width space, because the server's tokenizer is unknown.
     """
 
     def __init__(self, settings: JudgeConfig) -> None:
@@ -176,7 +179,7 @@ class JudgeUrl:
         self.last_error = ""
 
     def shown(self, value: str) -> str:
-        """Returns the text with broken chat markup."""
+        """Returns the value with broken control tokens."""
         return without_markup(value)
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
@@ -194,13 +197,13 @@ class JudgeUrl:
             if reply is not None:
                 return reply
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client's own time-out may swallow a cancellation
+            if task is not None and task.cancelling():  # a time-out of the HTTP client may swallow a cancellation
                 raise asyncio.CancelledError
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _try(self, body: dict[str, Any]) -> JudgeText | None:
-        """Returns the answer, or None if another try may succeed; `last_error` then has the reason."""
+        """Returns the answer, or None if another try may succeed; the reason is then in `last_error`."""
         import aiohttp
 
         try:
@@ -240,7 +243,7 @@ class JudgeUrl:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the body; raises JudgeRefused if it has more than `MAX_BYTES`."""
+    """Returns the body; raises JudgeRefused if the body has more than `MAX_BYTES` bytes."""
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
@@ -268,7 +271,7 @@ class _Completion(msgspec.Struct):
 
 
 def _openai_text(data: bytes) -> JudgeText:
-    """Parses a reply. Raises ValueError for an invalid reply, also for a lone surrogate, which no text may contain."""
+    """Parses a reply. Raises ValueError for an invalid reply, including a reply with a lone surrogate."""
     reply = decoded(data, _Completion)
     choice, usage = reply.choices[0], reply.usage or _Usage()
     return JudgeText(text=choice.message.content, is_cut=choice.finish_reason == "length", tokens=usage.total_tokens)

@@ -1,7 +1,7 @@
-"""Scores the answers of one call in a separate process, for rewards whose library evaluates answers as programs.
+"""Scores the answers of one call in a separate process, for rewards that evaluate answers as programs.
 
-A program in an answer can change the process that evaluates it. So the process scores no other answer, has no pipe to
-the run, and can create no files and no processes.
+A program in an answer can change the process that evaluates the answer. Therefore each call gets a new process, which
+has no pipe to the run, and cannot create files or processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relax_core.contracts.child_process import OwnerPipe
 from relax_core.contracts.reward import RewardOutput
 from relax_core.sandbox.seccomp_filter import answer_filter
 
-_MAX_BYTES = 1 << 20  # read from the child
+_MAX_BYTES = 1 << 20  # limit of the bytes that are read from the child
 _READ_BYTES = 1 << 16
 _SET_SECCOMP, _FILTER = 22, 2  # prctl's PR_SET_SECCOMP and SECCOMP_MODE_FILTER
 _LIMITS = {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_SIGPENDING: 64, resource.RLIMIT_CORE: 0}
@@ -35,10 +35,10 @@ class _Program(ctypes.Structure):
 def scored_alone(
     score: Callable[[], Sequence[RewardOutput]], pipe: OwnerPipe, *, answers: int, memory_bytes: int
 ) -> list[RewardOutput]:
-    """Returns the outputs of ``answers`` answers, which ``score`` computes in a child of this process.
+    """Returns the outputs for ``answers`` answers; ``score`` runs in a child process.
 
-    The child has at most ``memory_bytes`` of private memory. The answers have no reward if the child dies, or if it
-    does not return a list of outputs with finite numbers.
+    The child has at most ``memory_bytes`` of private memory. The answers have no reward if the child dies, or if its
+    result is not a list of outputs with finite numbers.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -79,7 +79,7 @@ def _score_and_exit(
         while rest:
             rest = rest[os.write(writer, rest) :]
         code = 0
-    except BaseException:  # the child must never continue as the worker
+    except BaseException:  # the child must not return to the worker's code
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -99,7 +99,7 @@ def _add_filter(lines: bytes) -> None:
 
 
 def _read(reader: int) -> bytes:
-    """Returns what the child writes until it ends, or the first `_MAX_BYTES`."""
+    """Returns the bytes that the child writes until its end, at most `_MAX_BYTES`."""
     said = bytearray()
     while len(said) < _MAX_BYTES and (part := os.read(reader, _READ_BYTES)):
         said += part

@@ -1,4 +1,4 @@
-"""Reports a reward that hangs in the rollout's own process, where no other thread can end the call."""
+"""Reports a reward that hangs in the rollout process, where no other thread can end the call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from relax_core.contracts.monitor import Check, Finding, Monitor
 from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0
-CHECKS = 4  # per time limit, at least; a pause of the whole process counts as one check
-MIN_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
-COMPUTES = 0.05  # share of a core; calls that use less do not wait for each other
+CHECKS = 4  # least number of checks per time limit; a pause of the whole process is counted as one check
+MIN_WAIT_S = 1.0  # shorter waits are ignored: the call may wait for its turn to compute
+COMPUTES = 0.05  # share of a core; calls that use less CPU do not wait for each other
 OnHang = Callable[[RuntimeError], None]
 
 
@@ -24,10 +24,11 @@ def _thread_cpu_clock() -> int:
 
 @dataclass
 class _Call:
-    """Holds a call in flight: its limit, the seconds that it has left, and the seconds in which all calls only waited.
+    """Holds a call in flight and its times.
 
-    Both count from the first check of an answer, because the answer may have begun just before it. ``clock`` is the
-    CPU clock of its thread.
+    ``limit_s`` is the time limit, and ``left_s`` is the time left. ``waited_s`` is the time in which all calls only
+    waited. The times count from the first check after the start of an answer (``checked``), because the answer may have
+    begun just before this check. ``clock`` is the CPU clock of the call's thread.
     """
 
     limit_s: float
@@ -44,10 +45,11 @@ class _Call:
 
 
 class HangWatch:
-    """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
+    """Calls ``on_hang`` once, in a separate thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
-    ``shared``: concurrent calls share one interpreter; if n calls compute for a second, 1/n second counts for each.
-    Seconds in which all of them only wait and no answer ends count in full, from `MIN_WAIT_S` on.
+    With ``shared``, concurrent calls share one interpreter: if n calls compute for a second, 1/n second is counted for
+    each call. Time in which all calls only wait and no answer ends is counted in full, but a wait shorter than
+    `MIN_WAIT_S` is no hang.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -71,9 +73,9 @@ class HangWatch:
 
     @contextmanager
     def scoring(self, answers: float) -> Iterator[Callable[[], None]]:
-        """Marks that ``answers`` answers are scored while the block runs; callable from any thread.
+        """Marks that ``answers`` answers are scored while the context is open; callable from any thread.
 
-        The block gets a function that marks these answers as done and restarts the limit for the next answers.
+        Yields a function that marks these answers as done and restarts the time limit for the next answers.
         """
         limit_s = self._config.timeout_s * answers
         call = _Call(limit_s, limit_s)

@@ -1,4 +1,4 @@
-"""Finds labels that a reward does not award: it scores right answers that it builds from each label."""
+"""Finds labels that a reward does not award. It builds right answers from the labels and scores them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from relax_core.rollout.rewards.reward_calls import score_sync
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-MAX_SHAPES = 256  # shapes of labels that are checked for each reward, the most frequent first
+MAX_SHAPES = 256  # label shapes that are checked per reward, the most frequent first
 NAMED_LABELS = 3
-_MAX_KEPT = 20_000  # shapes in memory
-_MAX_UNIT = 40  # characters of a number with its unit
-_MAX_LATE = 3  # labels whose answers time out, after which the check ends
+_MAX_KEPT = 20_000  # label shapes that are kept in memory
+_MAX_UNIT = 40  # longest label, in characters, that may be a number with its unit
+_MAX_LATE = 3  # the check ends after so many labels with a time-out
 _RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*|[A-Za-z]|\d+")
 
 
 def label_shape(label: str) -> str:
-    """Returns a label with 0 for each number, a for each letter and aa for words.
+    """Returns a label with each number replaced by 0, each single letter by a, and each word by aa.
 
-    LaTeX commands stay. In a short label, words next to a number stay, too, because they may be its unit.
+    LaTeX commands are kept. In a short label with a number, words are kept, too, because they may be units.
     """
     label = label.strip()
     units = len(label) <= _MAX_UNIT and not label.isalpha() and any(map(str.isdigit, label))
@@ -56,8 +56,8 @@ class _Seen:
 class LabelCheck:
     """Collects data rows by the shapes of their labels, and scores one label of each shape.
 
-    Only rewards with ``right_answers`` that are not async are checked. Isolated rewards are not checked for
-    integers, so that most data needs no process.
+    Only rewards with ``right_answers`` that are not async are checked. Isolated rewards are not checked for integer
+    labels, so that most data needs no worker process.
     """
 
     def __init__(self, choice: RewardChoice) -> None:
@@ -66,7 +66,7 @@ class LabelCheck:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, row: Mapping[str, Any], where: str) -> None:
-        """Adds a usable data row with its file and line. Raises ValueError as `RewardChoice.scorers` does."""
+        """Adds a usable data row with its file and line. Raises the ValueError of `RewardChoice.scorers`."""
         for chosen in self._choice.scorers(row):
             shape = label_shape(row["answer"])
             spec = chosen.spec
@@ -78,10 +78,9 @@ class LabelCheck:
             self._counts[key] += 1
 
     def describe(self) -> list[str]:
-        """Returns a report of labels that are not awarded; empty if each answer is exact.
+        """Scores the labels; returns the lines of a report of labels that are not awarded, empty without such labels.
 
-        Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not
-        start.
+        Raises ValueError if ``right_answers`` raises or returns a wrong type, and if a worker does not start.
         """
         rewards = {key[0]: seen.chosen for key, seen in self._seen.items()}
         lines: list[str] = []
@@ -115,7 +114,7 @@ class LabelCheck:
 
     @contextmanager
     def _scorer(self, chosen: ChosenReward) -> Iterator[Callable[[RewardInput], RewardOutput]]:
-        """Yields the function that scores one answer, in a worker process for an isolated reward."""
+        """Yields a function that scores one answer; an isolated reward scores the answer in a worker process."""
         if not chosen.spec.isolated:
             yield lambda given: score_sync(chosen.spec, [given], chosen.config)[0][0]
             return
@@ -132,9 +131,9 @@ class LabelCheck:
 
 
 def right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
-    """Returns right answers to a label in the reward's own form, by its ``right_answers``.
+    """Returns the right answers that the reward's ``right_answers`` makes from a label.
 
-    Raises ValueError if that function raises or returns no texts.
+    Raises ValueError if ``right_answers`` raises or returns a wrong type.
     """
     assert chosen.spec.right_answers is not None
     try:
@@ -151,5 +150,5 @@ def _got(output: RewardOutput) -> str:
 
 
 def short(text: str) -> str:
-    """Returns an answer or a label for a report: quoted, and without its middle if it is long."""
+    """Returns an answer or a label for a report: quoted, and shortened in the middle if it is long."""
     return repr(text if len(text) <= 60 else f"{text[:28]}…{text[-28:]}").replace("\\\\", "\\")

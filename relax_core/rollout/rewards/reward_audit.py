@@ -1,4 +1,4 @@
-"""Audits a reward before it trains a model: finds wrong answers that it awards, and right answers that it does not."""
+"""Audits a reward before training: finds awarded wrong answers, and right answers that are not awarded."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from relax_core.rollout.rewards.wrong_answers import RIGHT_FORMS, THINKING, Audi
 Score = Callable[[Sequence[RewardInput]], Awaitable[list[RewardOutput]]]
 AUDITED_ROWS = 64
 _CONCURRENT_ROWS = 4
-OWN_FORM = "the reward's own form"  # the form of its SPEC's right_answers
-# An answer counts as awarded above this share of a right answer's gain over an empty answer. It is a little more than
-# a fifth, because the form alone is a fifth of some rewards (deepeyes).
+OWN_FORM = "the reward's own form"  # the form of answers that the SPEC's right_answers makes
+# An answer is awarded if its gain over an empty answer is above this share of the best right answer's gain. The share
+# is a little above a fifth, because some rewards (deepeyes) give a fifth for the form alone.
 SCORES_FROM = 0.2 + 1e-6
-_TAKEN = 0.5  # the reward takes a form of right answers if it awards it in a larger share of rows
-_READS_LABEL = 0.1  # share of rows; a reward that distinguishes the label in fewer rows counts as not reading it
+_TAKEN = 0.5  # the reward accepts a form of right answers if it awards the form in a larger share of rows
+_READS_LABEL = 0.1  # share of rows; a reward that distinguishes labels in fewer rows does not read the label
 
 
 @dataclass(kw_only=True)
 class FamilyCounts:
-    """Counts the answers of a family: ``scored`` of ``answers`` were awarded, in ``rows_scored`` of ``rows`` rows.
+    """Counts a family's wrong answers: ``scored`` of ``answers`` were awarded, in ``rows_scored`` of ``rows`` rows.
 
-    ``worst`` is the answer with the largest reward, as a line of text; it is empty if none was awarded.
+    ``worst`` describes the awarded answer with the largest gain ``worst_gain``; without an awarded answer it is empty.
     """
 
     answers: int = 0
@@ -48,7 +48,7 @@ class FamilyCounts:
 
     @property
     def share(self) -> float:
-        """Returns the share of rows in which an answer of the family was awarded."""
+        """Returns the share of rows with an awarded answer of the family."""
         return self.rows_scored / self.rows if self.rows else 0.0
 
 
@@ -56,12 +56,14 @@ class FamilyCounts:
 class RewardAudit:
     """Holds the result of an audit.
 
-    ``families`` has the counts of the families of wrong answers, by name. A form counts as taken if its right answers
-    are awarded in most rows: ``right`` is the number of right answers in such forms, and ``missed`` lists those that
-    were not awarded; ``not_taken`` lists the other forms. ``judged`` of ``rows`` rows had a right answer that was
-    awarded; the others do not count. ``without`` counts answers without a reward. ``compared`` counts the rows for
-    which another row has a different label; in ``distinguished`` of them, some form of the label has a larger reward
-    than the same form of the other label. With ``constant`` all answers had the same reward.
+    ``families`` has the counts of the families of wrong answers, by name. The reward accepts a form if it awards most
+    right answers in this form. ``right`` is the number of right answers in accepted forms, and ``missed`` lists right
+    answers in accepted forms that were not awarded. ``not_taken`` lists the forms that are not accepted. ``rows`` is
+    the number of scored rows. ``judged`` is the number of rows with a right answer that had a larger reward than an
+    empty answer; only these rows are in ``families``, ``right`` and ``missed``. ``without`` is the number of answers
+    without a reward. ``compared`` is the number of rows that were also scored with the label of another row.
+    ``distinguished`` is the number of these rows in which the row's label had a larger reward than the other label, in
+    at least one form. ``constant`` is True if all answers had the same reward.
     """
 
     families: Mapping[str, FamilyCounts]
@@ -78,7 +80,7 @@ class RewardAudit:
 
     @property
     def reads_label(self) -> bool:
-        """Returns whether the reward distinguishes a row's label from others; True without evidence against it."""
+        """Returns False if the reward treats a row's label like other rows' labels; True without such evidence."""
         return self.constant or not self.compared or self.distinguished > _READS_LABEL * self.compared
 
     @property
@@ -89,17 +91,17 @@ class RewardAudit:
 
     @property
     def missed_share(self) -> float:
-        """Returns the share of right answers, in forms that the reward takes, that were not awarded."""
+        """Returns the share of right answers in accepted forms that were not awarded."""
         return len(self.missed) / self.right if self.right else 0.0
 
     def above(self, limit: float) -> list[str]:
-        """Returns the families with an awarded answer in more than this share of the rows, worst first."""
+        """Returns the families with an awarded answer in more than the share ``limit`` of rows, worst family first."""
         found = [name for name, family in self.families.items() if family.share > limit]
         return sorted(found, key=lambda name: -self.families[name].share)
 
 
 def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
-    """Yields at most ``most`` rows with a prompt and a label, spread evenly over the data."""
+    """Yields at most ``most`` data rows with a prompt and a label, spread evenly over the data."""
     found = 0
     for number in range(0, len(source), max(1, len(source) // most)):
         try:
@@ -116,15 +118,15 @@ def audited_rows(source: PromptSource, *, most: int) -> Iterator[DataRow]:
 def audit_run_reward(
     reward: RewardConfig, rows: Sequence[DataRow], *, workers: int, limit_s: float | None = None
 ) -> RewardAudit:
-    """Returns the audit of a run's reward, with ``workers`` processes if it is isolated.
+    """Returns the audit of a run's reward. An isolated reward has ``workers`` processes.
 
-    Judges with a url are asked. Raises ValueError for a reward that cannot be audited without a run, that gives a plain
-    right answer no reward, that does not read the label, or that awards no form of any label.
+    Judges must have a url. Raises ValueError if the reward cannot be audited without a run, fails to score a plain
+    right answer, does not read the label, or awards no form of any label.
     """
     spec = find_reward(reward.name)
     if spec.scores_turns:
         raise ValueError(f"reward={spec.name} scores the turns of an environment; no answer can be made for it.")
-    alone = replace(reward, max_failed=1.0, shadow=None, on_hack=REPORT)  # no share of failures ends it
+    alone = replace(reward, max_failed=1.0, shadow=None, on_hack=REPORT)  # failures do not end the audit
     choice = RewardChoice(spec, alone)
     setups = _judges_with_url(choice.judged)
 
@@ -166,7 +168,7 @@ def audit_run_reward(
 
 
 def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
-    """Returns the judges of a reward, empty if it asks no judge. Raises ValueError for a judge without a url."""
+    """Returns the judges of a reward; empty if the reward has no judge. Raises ValueError for a judge without a url."""
     if judged is None:
         return {}
     assert judged.spec.judges is not None
@@ -180,7 +182,7 @@ def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
 
 
 async def _try_first(score: Score, row: DataRow, *, name: str) -> None:
-    """Raises ValueError if a plain right answer gets no reward, for example because a server is down."""
+    """Raises ValueError if a plain right answer has no reward, for example because a server is down."""
     (output,) = await _scored(score, row, [_Answer(text=str(row["answer"]), form=OWN_FORM)])
     if output.reward is None and output.cause not in ("label", ""):
         raise ValueError(f"reward={name} cannot be checked: an answer has no reward: {output.reason}")
@@ -193,10 +195,11 @@ async def audit_reward(
     *,
     limit_s: float | None = None,
 ) -> RewardAudit:
-    """Scores wrong answers, made for each of ``rows``, and the label in the usual forms.
+    """Audits a reward: for each row, scores wrong answers, and the label in the usual forms.
 
-    ``right_of`` returns further right answers to a row, in its reward's own form. After ``limit_s`` seconds no
-    further row is begun. ``score`` returns the outputs of the answers to one row; its errors are raised.
+    ``right_of`` returns further right answers to a row, made by the reward's ``right_answers``. After ``limit_s``
+    seconds the audit begins no further row. ``score`` returns the outputs of the answers to one row; its errors are
+    raised.
     """
     began = time.perf_counter()
     labels = list(dict.fromkeys(str(row["answer"]) for row in rows))
@@ -243,7 +246,7 @@ async def audit_reward(
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Holds a made answer: wrong and of a family, right and in a form, or another row's label in the form ``other``."""
+    """Holds an audit answer: a wrong answer of ``family``, the label in ``form``, or another label in ``other``."""
 
     text: str
     family: str = ""
@@ -269,7 +272,7 @@ def _answers(row: DataRow, labels: Sequence[str], right_of: Callable[[DataRow], 
 def _with_another_label(
     row: DataRow, others: Sequence[str], right_of: Callable[[DataRow], Sequence[str]]
 ) -> list[_Answer]:
-    """Returns another row's label in every form; empty if all rows have the same label."""
+    """Returns the label of another row in every form; empty if all rows have the same label."""
     if not others:
         return []
     try:
@@ -284,7 +287,7 @@ def _with_another_label(
 
 
 def _distinguishes(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> bool:
-    """Returns whether the label has a larger reward than the other label in some form."""
+    """Returns whether, in at least one form, the row's label has a larger reward than the other label."""
     best: dict[str, float] = defaultdict(lambda: -math.inf)
     for answer, output in zip(answers, outputs, strict=True):
         if answer.other and output.reward is not None:
@@ -302,7 +305,7 @@ async def _scored(score: Score, row: DataRow, answers: Sequence[_Answer]) -> lis
 
 
 def _gains(answers: Sequence[_Answer], outputs: Sequence[RewardOutput]) -> list[float] | None:
-    """Returns each answer's gain over an empty answer, 1 for the best right answer; None if no right answer gains."""
+    """Returns the answers' gains over an empty answer, 1 for the best right answer; None if no right answer gains."""
     values = [output.reward for output in outputs]
     empty = next(
         (value for answer, value in zip(answers, values, strict=True) if answer.family and answer.text == ""), None

@@ -1,4 +1,4 @@
-"""Calls a reward once; an error becomes an outcome without a reward, whose reason is the error's text."""
+"""Calls a reward once. An error gives an outcome without a reward; the reason is the error's text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from relax_core.registry import plugin_error_text
 def score_sync(
     spec: RewardSpec, inputs: Sequence[RewardInput], config: Any, *, on_answer: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    """Returns the outcomes of a reward that is a plain function, one per input, in order.
+    """Returns the outcomes of a reward that is a plain function; one outcome per input, in order.
 
-    ``on_answer`` is called after each answer that is scored alone. Raises `RewardUnusable` as the reward does.
+    ``on_answer`` is called after each answer, except if the reward scores whole groups. Raises `RewardUnusable` if the
+    reward raises it.
     """
     if spec.score_group is not None:
         return _score_group_sync(spec, inputs, config)
@@ -48,9 +49,9 @@ def _score_group_sync(spec: RewardSpec, inputs: Sequence[RewardInput], config: A
 
 
 async def score_async(spec: RewardSpec, inputs: Sequence[RewardInput], config: RewardConfig) -> list[Outcome]:
-    """Returns the outcomes of one call of an async reward, cancelled after ``config.timeout_s`` seconds per input.
+    """Returns the outcomes of one call of an async reward; the limit is ``config.timeout_s`` seconds per input.
 
-    ``inputs`` has one entry if the reward scores single answers. Raises `RewardUnusable` as the reward does.
+    ``inputs`` has one entry if the reward scores single answers. Raises `RewardUnusable` if the reward raises it.
     """
     limit_s = config.timeout_s * len(inputs)
     call: Any = spec.score_group(inputs, config) if spec.score_group else spec.score(inputs[0], config)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Counts answers and groups without a reward, and ends the run if there are too many."""
+"""Counts answers and groups without a reward, and ends the run after too many of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from relax_core.contracts.reward import UNCONFIRMED, RewardConfig, RewardInput, RewardOutput
 
-WINDOW_ROWS = 64  # the newest data rows whose answers count
-FEWEST_ROWS = 8  # a single bad data row, all of whose answers fail, must not end the run
-LOGGED = 20  # failures that are logged
+WINDOW_ROWS = 64  # the share of failures is over the answers to so many newest data rows
+FEWEST_ROWS = 8  # a single data row with only failures must not end the run
+LOGGED = 20  # number of failures that are logged
 log = logging.getLogger(__name__)
 
 
 class RewardsFailed(ValueError):
-    """More answers than ``reward.max_failed`` allows had no reward; the text names the first cause."""
+    """Reports that too many answers or groups had no reward; the text names the first cause."""
 
 
 class RewardFailures:
@@ -36,12 +36,12 @@ class RewardFailures:
     def record(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
         """Records one scored answer; ``error`` is the reward's exception in this process.
 
-        The answers to one data row must be recorded one after the other. Raises `RewardsFailed` if the share
-        over the newest rows, at least `FEWEST_ROWS`, is above ``reward.max_failed``.
+        The answers to one data row must be recorded one after the other. Raises `RewardsFailed` if `share` is above
+        ``reward.max_failed`` and at least `FEWEST_ROWS` rows were recorded.
         """
         if not self._rows or self._rows[-1][0] is not given.row:
             self._rows.append((given.row, []))
-        failed = output.reward is None and output.cause != UNCONFIRMED  # reward.on_hack=mask drops these on purpose
+        failed = output.reward is None and output.cause != UNCONFIRMED  # reward.on_hack=mask drops such answers
         self._rows[-1][1].append(failed)
         if not failed:
             return
@@ -61,10 +61,10 @@ class RewardFailures:
 
 
 class FailedGroups:
-    """Counts groups in a row without any reward.
+    """Counts consecutive groups without any reward.
 
-    Each is replaced at once, so a tool or an env that always fails would keep the run sampling without a train
-    step.
+    Each such group is replaced at once. So without a limit, a run with a tool or an env that always fails would sample
+    without end and never train.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -73,10 +73,10 @@ class FailedGroups:
         self._first = ""
 
     def record(self, failures: Sequence[str | None], *, where: str) -> None:
-        """Records why each answer of a group has no reward, None if it has a reward; ``where`` is its data row.
+        """Records the answers of one group; ``where`` names the group's data row in errors.
 
-        Raises `RewardsFailed` with the first cause if it is the last of ``most`` groups in a row without a
-        reward.
+        ``failures`` has the reason why an answer has no reward, or None for an answer with a reward. Raises
+        `RewardsFailed` with the first cause after ``most`` consecutive groups without any reward.
         """
         if None in failures:
             self._in_a_row = 0

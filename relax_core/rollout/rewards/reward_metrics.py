@@ -1,4 +1,4 @@
-"""Metrics of rewards in training: their outputs, and the times of rewards and of their workers."""
+"""Computes metrics of training rewards: their outputs, their times, and the times of reward workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import fmean, median, quantiles
 
 from relax_core.contracts.reward import RewardOutput
 
-UNSCORABLE = "unscorable"  # the cause of a missing reward if the output names none
+UNSCORABLE = "unscorable"  # the cause of a missing reward if the output names no cause
 _CAUSE = re.compile(r"[a-z_]{1,32}")
 
 
 class RewardMetrics:
-    """Counts the outputs of one reward since the last `take`; it may be called from any thread."""
+    """Counts the outputs of one reward since the last `take`; callable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class RewardMetrics:
         self._causes: Counter[str] = Counter()
 
     def record(self, outputs: Sequence[RewardOutput], *, seconds: float) -> None:
-        """Counts the outputs of one call that took ``seconds``; each answer has an equal share of them."""
+        """Counts the outputs of one call that took ``seconds``; each answer gets an equal share of the time."""
         with self._lock:
             self._ms += [1e3 * seconds / len(outputs)] * len(outputs)
             for output in outputs:
@@ -39,9 +39,9 @@ class RewardMetrics:
     def take(self) -> dict[str, float]:
         """Returns the metrics since the last call; empty if no answer was scored.
 
-        ``answers`` is the number of answers. ``mean`` is the mean of the rewards, ``none`` the share of answers
-        without a reward, and ``none/CAUSE`` the share that has none for this cause. ``ms_p50`` and ``ms_p99``
-        are of the time of an answer.
+        ``answers`` is the number of answers. ``mean`` is the mean reward. ``none`` is the share of answers without a
+        reward, and ``none/CAUSE`` is the share for one cause. ``ms_p50`` and ``ms_p99`` are percentiles of the time per
+        answer.
         """
         with self._lock:
             ms, values, causes = self._ms, self._values, self._causes
@@ -58,14 +58,14 @@ class RewardMetrics:
 
 
 class WorkerTimes:
-    """Keeps how long each reward worker took for an answer since the last `take`; it may be called from any thread."""
+    """Stores the times of each reward worker per answer since the last `take`; callable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ms: dict[int, list[float]] = {}
 
     def record(self, worker: int, *, answers: int, seconds: float) -> None:
-        """Counts one call to a worker for ``answers`` answers of training, at least one."""
+        """Records one call to a worker with ``answers`` training answers, at least one."""
         with self._lock:
             self._ms.setdefault(worker, []).extend([1e3 * seconds / answers] * answers)
 
@@ -81,6 +81,6 @@ class WorkerTimes:
 
 
 def times(ms: Sequence[float]) -> dict[str, float]:
-    """Returns the median of one or more times in ms as ``ms_p50``, and their 99th percentile as ``ms_p99``."""
+    """Returns the median (``ms_p50``) and the 99th percentile (``ms_p99``) of one or more times in ms."""
     ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else [*ms] * 99
     return {"ms_p50": ranked[49], "ms_p99": ranked[98]}

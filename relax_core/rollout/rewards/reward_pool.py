@@ -1,4 +1,4 @@
-"""Scores groups with the run's rewards: in the event loop, in threads, awaited, or in worker processes."""
+"""Scores groups with the run's rewards: in the event loop, in threads, or in worker processes."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from relax_core.rollout.rewards.reward_metrics import RewardMetrics, WorkerTimes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-REWARD_CALLS = 64  # concurrent calls of a reward that is not isolated, in each rollout worker
-IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
-ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
-_LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
-_LATE = 1.8  # time limits; an awaited call is cancelled after one limit, so a longer call blocks the event loop
-_PACE_KEPT = 0.9  # decay per call of a slow answer's time, which counts for some tens of calls
+REWARD_CALLS = 64  # concurrent calls of rewards that are not isolated, per rollout worker
+IN_LOOP_S = 1e-3  # a faster group is scored in the event loop, because a thread costs about as much
+ALONE_S = 1e-3  # a slower answer is scored in a separate thread
+_LOG_BYTES = 64 * 2**20  # limit of the output of workers, because a reward or an answer may print without end
+_LATE = 1.8  # number of time limits; an async call is cancelled after one, so a longer call blocks the event loop
+_PACE_KEPT = 0.9  # decay of the longest answer time per call; a slow answer has an effect for some tens of calls
 
 
 class _RunningReward:
-    """Holds a reward of a pool with its metrics, its hang watch and its recent times."""
+    """Holds a reward of a pool with its metrics, its hang watch, and its recent answer time."""
 
     def __init__(self, chosen: ChosenReward, on_hang: OnHang | None) -> None:
         self.chosen, self.spec, self.config = chosen, chosen.spec, chosen.config
         watched = on_hang is not None and not chosen.spec.isolated
         self.watch = HangWatch(chosen.config, on_hang, shared=not chosen.spec.is_async) if watched and on_hang else None
-        self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
+        self.answer_s = float("inf")  # the longest recent time of an answer; infinite before the first group
         self.figures = RewardMetrics()
 
     def hang_watch(self, answers: float) -> AbstractContextManager[Callable[[], None]]:
-        """Returns a context in which ``answers`` answers are scored, as `HangWatch.scoring` does."""
+        """Returns the context of `HangWatch.scoring`; without a hang watch, a context without effect."""
         return nullcontext(lambda: None) if self.watch is None else self.watch.scoring(answers)
 
     @contextmanager
     def timed(self, inputs: Sequence[RewardInput]) -> Iterator[list[Outcome]]:
-        """Counts the outcomes that the block adds to the list, with its time; answers of evaluations do not count."""
+        """Yields a list for a call's outcomes, and counts them with the call's time; evaluations are not counted."""
         outcomes: list[Outcome] = []
         began = time.perf_counter()
         yield outcomes
@@ -58,26 +58,28 @@ class _RunningReward:
 
 
 class RewardPool:
-    """Scores groups with a run's rewards, many at the same time; a pool belongs to one event loop.
+    """Scores groups with a run's rewards, many groups at the same time; a pool belongs to one event loop.
 
-    The reward of a data row is the run's reward, the reward that the row names (``config.by``), or the combination
-    of ``config.parts``.
+    A data row is scored by the run's reward, by the reward that the row names (``config.by``), or by the combination of
+    ``config.parts``.
 
-    The shadow, if there is one, scores the answers of ``config.shadow_share`` of the groups, and all answers of
-    evaluations; its verdicts are two more parts of the rewards. With ``config.on_hack`` mask it scores all groups,
-    and answers that only the main reward finds right get no reward.
+    A shadow reward is a second, independent reward. If it is configured, it scores the share ``config.shadow_share`` of
+    the training groups, and all answers of evaluations; its verdicts become two more parts of the rewards. With
+    ``config.on_hack`` mask it scores all groups. A training answer then has no reward if the main reward judges the
+    answer right and the shadow reward judges it wrong.
 
-    Isolated rewards share ``workers`` child processes. A call that takes longer than its reward's ``timeout_s``
-    seconds per answer is killed with its process, which is restarted, and its answers have no reward. Answers also
-    have no reward if their process dies, if an async reward takes too long, or if the reward raises.
+    Isolated rewards share ``workers`` child processes. If a call takes longer than the reward's ``timeout_s`` seconds
+    per answer, its process is killed and restarted, and its answers have no reward. Answers also have no reward if
+    their process dies, if an async reward takes too long, or if the reward raises an exception.
 
-    A reward that is not isolated has at most ``concurrency`` calls in flight. A plain function runs in threads, or
-    in the event loop if it takes microseconds, because a thread would cost more than the call.
+    Rewards that are not isolated have at most ``concurrency`` calls in flight. A plain function runs in threads. If a
+    call takes only microseconds, the function runs in the event loop, because a thread would cost more than the call.
 
-    The child processes run in the sandbox unless ``config.sandbox`` is "none" or the machine has none, which is
-    logged. ``log_file`` receives their output. In the sandbox they may read the files of ``media_folder``.
-    ``on_hang`` is called with an error, in another thread, if a reward that is not isolated takes longer than
-    ``config.timeout_s`` per answer, because such a call cannot be ended. Raises ValueError as `RewardChoice` does.
+    The child processes run in the sandbox. They run without it if ``config.sandbox`` is "none", or if the machine
+    cannot run the sandbox, which is logged. ``log_file`` receives the output of the processes. In the sandbox, the
+    processes may read the files of ``media_folder``. If a reward that is not isolated takes longer than
+    ``config.timeout_s`` per answer, ``on_hang`` is called with an error in another thread, because such a call cannot
+    be ended. Raises the ValueError of `RewardChoice`.
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class RewardPool:
         self._media_folder = media_folder
         self._worker_count = workers
         self._workers: list[RewardWorker] = []
-        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of workers
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of workers that make no call
         self._worker_times = WorkerTimes()
         self._worker_threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward worker")
         if isolated := [reward for reward in self._choice.known() if reward.spec.isolated]:
             self._start_workers(isolated)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
-        self._calls = asyncio.Semaphore(concurrency)  # limits the calls of async rewards
+        self._calls = asyncio.Semaphore(concurrency)  # limits the concurrent calls of async rewards
         self._closed = False
         self._running = {reward.label: _RunningReward(reward, on_hang) for reward in self._choice.known()}
 
@@ -119,14 +121,14 @@ class RewardPool:
             self._idle.put(index)
 
     def check_row(self, row: DataRow, where: str) -> None:
-        """Raises `BadRow` for a data row that its reward cannot score; ``where`` is the row's file and line."""
+        """Raises `BadRow` if the reward of a data row cannot score the row; ``where`` is the row's file and line."""
         self._choice.check_row(row, where)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """Returns the outputs of the answers to one data row, in order.
 
-        Raises `RewardsFailed` if too many of the newest answers have no reward, `RewardUnusable` as a reward does, and
-        RuntimeError if a worker cannot start or the pool was closed.
+        Raises `RewardsFailed` if too many of the newest answers have no reward, `RewardUnusable` if a reward raises it,
+        and RuntimeError if a worker cannot start or the pool was closed.
         """
         outcomes = await self._with_shadow(inputs, await self._outcomes(inputs))
         for given, (output, error) in zip(inputs, outcomes, strict=True):
@@ -134,14 +136,14 @@ class RewardPool:
         return [output for output, _ in outcomes]
 
     async def _with_shadow(self, inputs: Sequence[RewardInput], outcomes: list[Outcome]) -> list[Outcome]:
-        """Returns the outcomes, with the verdicts of the shadow if it scores this group."""
+        """Returns the outcomes; if the shadow reward scores this group, with its verdicts."""
         shadow, first = self._choice.shadow, inputs[0]
         if shadow is None or (first.is_trained and not self._has_shadow(first.uid.rpartition(".")[0])):
             return outcomes
         if shadow.spec.check_row is not None:
             try:
                 shadow.spec.check_row(first.row, shadow.config)
-            except ValueError:  # a label that it cannot judge
+            except ValueError:  # the shadow reward cannot judge this label
                 return outcomes
         found = await self._scored(shadow, inputs)
         mask = self._on_hack == MASK and first.is_trained
@@ -151,14 +153,14 @@ class RewardPool:
         ]
 
     def _has_shadow(self, group: str) -> bool:
-        """Returns whether the shadow scores the answers of a group of training; this depends on the group's uid."""
+        """Returns whether the shadow reward scores a training group; the result depends on the group's uid."""
         return self._on_hack == MASK or zlib.crc32(group.encode()) < self._shadow_share * 2**32
 
     async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         row = inputs[0].row
         try:
             chosen = self._choice.of_row(row)
-        except ValueError as error:  # a held-out row; the check of the data leaves out such training rows
+        except ValueError as error:  # only for held-out rows: the check of the data leaves out such training rows
             return [(RewardOutput(reward=None, reason=str(error)), None)] * len(inputs)
         if chosen.spec.combine is None:
             return self._choice.routed(chosen, await self._scored(chosen, inputs))
@@ -171,7 +173,7 @@ class RewardPool:
         ]
 
     async def _scored(self, chosen: ChosenReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        """Returns the outcomes of one reward."""
+        """Returns the outcomes of one reward, one per answer."""
         if chosen.label not in self._running:
             self._running[chosen.label] = _RunningReward(chosen, self._on_hang)
         reward = self._running[chosen.label]
@@ -181,7 +183,8 @@ class RewardPool:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of each training reward since the last call, and the times of the workers.
 
-        Metrics of a reward are named reward/NAME/METRIC (`RewardMetrics`), those of a worker as in `WorkerTimes`.
+        Metrics of a reward have the names reward/NAME/METRIC (`RewardMetrics`). Metrics of a worker have the names of
+        `WorkerTimes`.
         """
         return self._worker_times.take() | {
             f"reward/{label.rpartition('/')[2]}/{key}": value
@@ -242,7 +245,8 @@ class RewardPool:
     def close(self) -> None:
         """Ends all workers; may be called twice.
 
-        Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
+        Calls in flight in worker processes return outcomes without a reward. The method does not wait for calls in
+        threads.
         """
         again, self._closed = self._closed, True
         for worker in self._workers:
@@ -252,7 +256,7 @@ class RewardPool:
         for reward in self._running.values():
             if reward.watch is not None:
                 reward.watch.close()
-        # A thread that waits for a worker's answer notices its end, and later calls find the worker stopped.
+        # A thread that waits for a worker's answer notices the worker's end. Later calls find the worker stopped.
         self._worker_threads.shutdown(wait=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:

@@ -1,4 +1,4 @@
-"""Defines the sandbox of isolated rewards' worker processes: the files that they may read."""
+"""Defines the sandbox of isolated rewards' worker processes: the files that the processes may read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def reward_sandbox(
 ) -> WorkerSandbox | None:
     """Returns the sandbox for the workers of a run's rewards, or None for plain processes.
 
-    The workers may read the files of ``rewards`` and other Python files in their folders, the paths of their
-    ``reads``, ``media_folder``, and installed packages with rewards.
+    The workers may read the files of ``rewards``, other Python files in the folders of these files, the paths in
+    ``reads`` of the rewards, ``media_folder``, and installed packages with rewards.
     """
     if choice.own.config.sandbox == "none":
         return None
@@ -39,7 +39,7 @@ def reward_sandbox(
 
 
 def _installed() -> Iterator[Path]:
-    """Yields the packages that offer rewards; packages in the usual package folders are visible without this."""
+    """Yields the packages that offer rewards, also packages outside the usual package folders."""
     for point in importlib.metadata.entry_points(group=_GROUP):
         package = importlib.util.find_spec(point.module.partition(".")[0])
         if package is not None and package.submodule_search_locations:

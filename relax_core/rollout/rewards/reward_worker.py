@@ -1,4 +1,4 @@
-"""Scores with isolated rewards in one worker process, which is restarted if it hangs or dies."""
+"""Scores answers with isolated rewards in one worker process; a process that hangs or dies is restarted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
 _MAIN = "relax_core.rollout.rewards.reward_worker_main"
-_LOAD_S = 120.0  # the same limit as for the start of a process
+_LOAD_S = 120.0  # equal to the limit for the start of a process
 
 
 class RewardWorker:
-    """Scores in one worker process; a process that is lost is replaced.
+    """Scores answers in one worker process; a lost process is replaced.
 
-    The process imports the rewards of ``configs`` at its start, and others on their first use. Its output goes to
-    the descriptor ``log``, or to this process's stderr. With ``sandbox`` it runs in the sandbox.
+    The process imports the rewards of ``configs`` at its start, and other rewards on their first use. The output of the
+    process goes to the descriptor ``log``; without ``log``, to the stderr of the calling process. With ``sandbox`` the
+    process runs in this sandbox.
     """
 
     def __init__(

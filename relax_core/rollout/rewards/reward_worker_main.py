@@ -1,6 +1,6 @@
 """The worker process of isolated rewards: ``python -m relax_core.rollout.rewards.reward_worker_main``.
 
-A `RewardPool` starts it as a child.
+A `RewardPool` starts this module as a child process.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _GIB = 1 << 30
 
 
 class _Rewards:
-    """Holds the rewards that this process has imported; ``pipe`` is its connection to the owner."""
+    """Holds the rewards that this process has imported; ``pipe`` is the connection to the parent process."""
 
     def __init__(self, pipe: OwnerPipe) -> None:
         self._pipe = pipe
         self._loaded: dict[WorkerReward, tuple[RewardSpec, Any]] = {}
 
     def load(self, reward: WorkerReward) -> None:
-        """Imports a reward; raises the errors of its module, its settings and its ``prepare``."""
+        """Imports a reward; raises the errors of the reward's module, settings and ``prepare``."""
         spec = find_reward(reward.name)
         config = msgspec.msgpack.decode(reward.config, type=spec.config)
         spec.prepare()
         self._loaded[reward] = spec, config
 
     def score(self, reward: WorkerReward, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Returns the outputs of a loaded reward, within its limits of CPU time and memory."""
+        """Returns the outputs of a loaded reward; limits CPU time and memory by the reward's settings."""
         spec, config = self._loaded[reward]
         if not spec.needs_sandbox:
             return self._score(spec, config, inputs)
@@ -64,9 +64,9 @@ class _Rewards:
 
 @contextmanager
 def memory_limit(gib: float) -> Iterator[None]:
-    """Limits the private memory of the process to ``gib`` GiB while the block runs; more raises MemoryError.
+    """Limits the private memory of the process to ``gib`` GiB in the context; more memory raises MemoryError.
 
-    Memory that libraries map from files, or reserve and never touch, does not count.
+    The limit does not include memory that libraries map from files, or reserve and never touch.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = round(gib * _GIB)
@@ -78,13 +78,13 @@ def memory_limit(gib: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Imports the rewards of the first message, and scores until stdin ends."""
+    """Imports the rewards of the first message, and answers requests until stdin ends."""
     pipe = OwnerPipe()
     rewards = _Rewards(pipe)
     try:
         for reward in msgspec.msgpack.decode(pipe.read(), type=WorkerStart).rewards:
             rewards.load(reward)
-    except Exception as error:  # plug-in code: the owner reports the error to the user
+    except Exception as error:  # plug-in code: the parent process reports the error to the user
         pipe.write(Ready(shown_error(error)))
         raise
     pipe.write(Ready(""))

@@ -1,7 +1,7 @@
-"""Makes wrong answers, which no reward should award, and right answers from the prompt and the label of a data row.
+"""Makes wrong answers, which no reward should award, and right answers to a data row with a label.
 
-Each family of wrong answers is a way in which models have gained rewards without solving the task, or in which
-verifiers are known to fail: the question itself, a list that holds the answer somewhere, words for a judge. An answer
+Models have gained rewards with such wrong answers without solving the task, or verifiers are known to accept them.
+Examples of families are the question itself, a list that contains the right answer, and words for a judge. An answer
 that is right by chance is left out.
 """
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _WHOLE_NUMBER = re.compile(r"\s*[$\\(]*\s*(-?\d{1,12})(?:\.0*)?\s*[$\\)]*\s*", re.ASCII)
 _EXPRESSION = re.compile(r"[\d.()]+(?:\s*(?:[-+*/^×÷·]|\\times|\\cdot|\\div)\s*[\d.()]+)+", re.ASCII)
-_MAX_PROMPT = 4000  # characters of a prompt that are repeated
+_MAX_PROMPT = 4000  # characters of the prompt in an answer that repeats the prompt
 _LONG = 2000  # words of a very long answer
 _MAX_LABELS = 64
 LETTERS = "ABCDEFGHIJ"
 _WITH_UNIT = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%|[A-Za-z][A-Za-z ]*)", re.ASCII)
-THINKING = "<think></think>"  # also put before each wrong answer, for rewards that search for an answer after it
-FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")  # in which rewards search for an answer
+THINKING = "<think></think>"  # prefix of further wrong answers, for rewards that read only the text after thinking
+FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")  # forms in which rewards search for an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedRow:
-    """Holds the data row for which answers are made; ``others`` are labels of other rows that differ from its own."""
+    """Holds the data row that the answers are made for; ``others`` are different labels of other rows."""
 
     prompt: str
     label: str
@@ -33,22 +33,22 @@ class AuditedRow:
 
     @property
     def number(self) -> int | None:
-        """Returns the label as an integer, None for any other label."""
+        """Returns the label as an integer, or None if the label is no integer."""
         found = _WHOLE_NUMBER.fullmatch(self.label)
         return int(found[1]) if found else None
 
     @property
     def last_line(self) -> str:
-        """Returns the last line of the prompt that is not empty."""
+        """Returns the last non-empty line of the prompt."""
         return next((line.strip() for line in reversed(self.prompt.splitlines()) if line.strip()), "")
 
     @property
     def expressions(self) -> list[str]:
-        """Returns the expressions of numbers in the prompt, such as ``72 + 12``."""
+        """Returns the first three expressions of numbers in the prompt, such as ``72 + 12``."""
         return [found[0].strip() for found in _EXPRESSION.finditer(self.prompt)][:3]
 
     def around(self, *steps: int) -> list[str]:
-        """Returns the numbers that differ from the label by these steps; empty if it is no integer."""
+        """Returns the sums of the label and each step; empty if the label is no integer."""
         return [] if self.number is None else [str(self.number + step) for step in steps]
 
 
@@ -73,7 +73,7 @@ def _thought(text: str) -> list[str]:
     return [f"<think>The answer is {text}. \\boxed{{{text}}}</think>", f"<think>\\boxed{{{text}}} Answer: {text}"]
 
 
-# Families whose answers do not contain the label. An answer that contains it by chance is left out.
+# Families of answers without the label. An answer that contains the label by chance is left out.
 WITHOUT_LABEL: Mapping[str, Family] = {
     "nothing": lambda row: ["", " \n\t"],
     "the prompt": lambda row: [row.prompt[:_MAX_PROMPT]],
@@ -108,7 +108,7 @@ WITHOUT_LABEL: Mapping[str, Family] = {
     "a comparison": lambda row: _answered(["x \\ge 0", "x <= 1000000"]),
     "an unknown": lambda row: _answered(["x", "n", "x = x"]),
 }
-# Families whose answers contain the label together with other answers.
+# Families of answers that contain the label together with other answers.
 WITH_LABEL: Mapping[str, Family] = {
     "all labels": lambda row: _answered([", ".join([*row.others[:_MAX_LABELS], row.label])]) if row.others else [],
     "all letters": lambda row: _answered([" ".join(LETTERS), ", ".join(LETTERS)]) if row.label in LETTERS else [],
@@ -149,7 +149,7 @@ WITH_LABEL: Mapping[str, Family] = {
 def wrong_answers(row: AuditedRow) -> Iterator[tuple[str, str]]:
     """Yields (family, answer) for answers that are wrong for this row.
 
-    If the label has a unit, such as ``5%``, an answer with its number alone may be right, too.
+    If the label has a unit, such as ``5%``, an answer with the number and without the unit may be right, too.
     """
     text = row.label.strip()
     unit = _WITH_UNIT.fullmatch(text)
@@ -189,5 +189,5 @@ RIGHT_FORMS: Mapping[str, str] = {
 
 
 def right_forms(label: str) -> list[str]:
-    """Returns the label in the forms in which a model may write it; a reward need not take all of them."""
+    """Returns the label in the forms that a model may write; a reward need not accept all forms."""
     return [form.format(label.strip()) for form in RIGHT_FORMS.values()]

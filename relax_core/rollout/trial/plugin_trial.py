@@ -1,7 +1,7 @@
-"""Tries the plug-ins of a run on real data rows before anything starts, in a process that is killed if it hangs.
+"""Tries a run's plug-ins on real data rows before the run starts, in a child process that is killed if it hangs.
 
-The env makes the messages of a data row, the reward scores the row's own answer, and a user's own algorithm takes one
-made-up group from its rewards to a loss.
+The env makes the messages of data rows, and the reward scores the rows' reference answers. An algorithm is called on a
+made-up group, from rewards to the loss. A data source is opened twice.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import msgspec
 
 from relax_core.contracts.child_process import Child, ChildLost, Limit, cause_in, import_path, module_command, to_frame
 
-START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
+START_S = 120.0  # limit for the start of an interpreter with the imports of plug-ins and their libraries
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the plug-ins and data rows that the child process tries.
 
-    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the
-    name of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the
-    limit of one call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if
-    that is longer, and an environment with turns its ``step_timeout_s``. ``open_s`` is the limit for opening a data
-    source.
+    ``rows`` has data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` each have the
+    name of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` limits one call
+    of an environment, a reward or a data source, in seconds. If the ``timeout_s`` of a reward or the ``step_timeout_s``
+    of an environment with turns is longer, this longer limit applies. ``open_s`` limits the opening of a data source.
     """
 
     rows: list[tuple[str, dict[str, Any]]]
@@ -37,20 +36,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Announces that the child process starts ``what``, which may take at most ``limit_s`` seconds."""
+    """Announces the next call ``what`` of the child process; the call may take at most ``limit_s`` seconds."""
 
     what: str
     limit_s: float
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports the end of the trial and the ``problems`` that it found."""
+    """Reports the end of the trial with the found ``problems``."""
 
     problems: list[str]
 
 
 def try_plugins(request: Request) -> list[str]:
-    """Returns the problems of the plug-ins, one sentence each; a hang and a crash are problems too."""
+    """Returns the problems of the plug-ins, one sentence per problem; a hang or a crash is a problem, too."""
     environment = os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
     command = module_command("relax_core.rollout.trial.plugin_trial_main")
     with tempfile.TemporaryFile() as printed:
@@ -72,7 +71,7 @@ def try_plugins(request: Request) -> list[str]:
 
 
 def printed_cause(printed: Any) -> str:
-    """Returns the cause of a child's end, read from its output file, after a colon; empty if there is none."""
+    """Returns a colon and the cause of a child's end from its output file; empty if the file shows no cause."""
     printed.seek(0)
     cause = cause_in(printed.read())
     return f": {cause}" if cause else ""

@@ -1,7 +1,7 @@
-"""The child process in which `try_plugins` tries plug-ins: ``python -m relax_core.rollout.trial.plugin_trial_main``.
+"""The child process of `try_plugins`: ``python -m relax_core.rollout.trial.plugin_trial_main``.
 
-Each plug-in is called as in a run: a made-up group goes through all functions of an algorithm, and a data source is
-opened twice and must give the same rows.
+Each plug-in is called as in a run. All functions of an algorithm are called with a made-up group. A data source is
+opened twice and must return the same rows both times.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ if TYPE_CHECKING:
 
 
 def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[str]:
-    """Yields the first problem of the data source, if it has one.
+    """Yields the first problem of the data source, if any.
 
-    The check of the data reports rows for which the source raises, and counts them against ``data.max_bad_rows``.
+    If the source raises for single rows, the check of the data reports these rows and counts them against
+    ``data.max_bad_rows``.
     """
     name, packed = request.data
     where = f"data.name={name}"
@@ -56,7 +57,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         say(Stage(what=f"{where}: to open it", limit_s=request.open_s))
         source = spec.open(config)
         rows = _tried_rows(source, where, say, limit_s=request.call_s)
-        say(Stage(what=f"{where}: to open it once more, as another process does", limit_s=request.open_s))
+        say(Stage(what=f"{where}: to open it a second time, as another process does", limit_s=request.open_s))
         reopened = spec.open(config)
         if len(source) != len(reopened):
             yield f"{where}: it has {len(source)} rows, and {len(reopened)} when it is opened once more. {_SAME}"
@@ -80,9 +81,9 @@ _SAME = "The same number must give the same row in every process, so that a run 
 
 
 def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:
-    """Returns the first row, a row in the middle and the last row; None for a row that raises.
+    """Returns the first row, a row in the middle and the last row by number; None if the source raises for a row.
 
-    Raises `WrongResult` for a value that is no row.
+    Raises `WrongResult` if a value is no row.
     """
     rows: dict[int, Any] = {}
     say(Stage(what=f"{where}: its number of rows", limit_s=limit_s))
@@ -92,7 +93,7 @@ def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None]
             rows[number] = source[number]
         except WrongResult:
             raise
-        except Exception:  # plug-in code: the check of the data reports it
+        except Exception:  # plug-in code: the check of the data reports the error
             rows[number] = None
     return rows
 
@@ -111,10 +112,10 @@ TOKENS = 3  # tokens per sample
 
 
 def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
-    """Calls every function of ``spec`` with tensors as the contract describes them, on the CPU.
+    """Calls every function of ``spec`` on the CPU, with tensors that follow the contract.
 
-    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises the errors
-    of the functions, and `WrongResult`.
+    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises the errors of
+    the functions, and `WrongResult` for wrong results.
     """
     import torch
 
@@ -186,7 +187,7 @@ def _made_up_group(requirements: Requirements, samples: int, random: Generator) 
 
 
 def _made_up_turns(samples: int) -> GroupTurns:
-    """Returns two turns for each sample, of one and of two tokens; all first turns begin in the same state."""
+    """Returns two turns per sample, with one and two tokens; all first turns begin in the same state."""
     import torch
 
     turns = torch.arange(2 * samples)
@@ -213,7 +214,7 @@ MAX_PROBLEM = 10_000  # characters
 
 
 def main() -> None:
-    """Reads a `Request` from stdin, tries its plug-ins, and writes a `Stage` before each call and `Done` at the end."""
+    """Reads a `Request` from stdin, tries the plug-ins, and writes a `Stage` before each call and `Done` at the end."""
     replies = OwnerPipe()
     request = msgspec.msgpack.decode(replies.read(), type=Request)
     problems = [
@@ -234,14 +235,14 @@ def _send(replies: OwnerPipe, message: Stage | Done) -> None:
 def _try_env(request: Request, replies: OwnerPipe) -> Iterator[str]:
     """Yields a problem if the env returns a wrong type, or if an env of several turns raises for every data row.
 
-    Single rows for which an env raises are reported by the check of the data, which counts them against
+    If an env raises for single rows, the check of the data reports these rows and counts them against
     ``data.max_bad_rows``.
     """
     name, packed = request.env
     _send(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
     spec = find_env(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
-    if spec.agent is not None:  # a program plays it, which only a run starts
+    if spec.agent is not None:  # agents play this env, and only a run starts agents
         return
     failed: list[str] = []
     for where, sent in request.rows:
@@ -255,14 +256,14 @@ def _try_env(request: Request, replies: OwnerPipe) -> Iterator[str]:
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
-        except Exception as error:  # plug-in code: the check of the data reports it for each row
+        except Exception as error:  # plug-in code: the check of the data reports the error for each row
             failed.append(f"env.name={name}: {where}: {plugin_error_text(error)}")
     if spec.has_turns and failed and len(failed) == len(request.rows):
         yield failed[0]
 
 
 def _send_call(replies: OwnerPipe, request: Request, config: Any, where: str, call: str) -> None:
-    """Announces a call of an env with turns, with at least the limit of a run."""
+    """Announces a call of an env with turns; the limit is at least the limit in a run."""
     what = f"env.name={config.name}: {call} for {where}"
     limit_s = request.call_s
     if config.step_timeout_s > limit_s:
@@ -271,9 +272,9 @@ def _send_call(replies: OwnerPipe, request: Request, config: Any, where: str, ca
 
 
 async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any, begins: Callable[[str], None]) -> None:
-    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response.
+    """Opens an episode with its tools, and closes it; makes no step, because a step needs a response of a model.
 
-    ``begins`` is called with the name of each call.
+    ``begins`` is called with the name of each call before the call.
     """
     assert spec.open is not None
     if spec.tools is not None:
@@ -296,7 +297,7 @@ async def _result(returned: Any) -> Any:
 
 
 def _try_reward(request: Request, replies: OwnerPipe) -> Iterator[str]:
-    """Yields a problem if a reward returns a wrong type, or if none of the data rows that it scores gets a reward."""
+    """Yields a problem if a reward returns a wrong type, or if no data row gets a reward from it."""
     name, packed = request.reward
     _send(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
     spec = find_reward(name)
@@ -305,10 +306,10 @@ def _try_reward(request: Request, replies: OwnerPipe) -> Iterator[str]:
     for where, row in request.rows:
         try:
             scorers = choice.scorers(row)
-        except ValueError:  # the check of the data reports a row that names no known reward
+        except ValueError:  # the check of the data reports rows with an unknown reward
             continue
         for chosen in scorers:
-            if chosen.spec.judges is None:  # else it gives no reward before its judges' engines have started
+            if chosen.spec.judges is None:  # a reward with judges needs the engines of the judges
                 rows.setdefault(chosen, []).append((where, row))
     for chosen, its in rows.items():
         yield from _try_on_rows(choice, chosen, its, request, replies)
@@ -332,7 +333,7 @@ def _try_on_rows(
     first = ""
     with ExitStack() as stack:
         score = partial(_first_output, spec, config)
-        if sandbox is not None:  # the data's own answers are not scored outside of it either
+        if sandbox is not None:  # reference answers are also scored only in the sandbox
             worker = RewardWorker([config], log=None, sandbox=sandbox)
             stack.callback(worker.process.stop)
             score = partial(_first_of_worker, worker, config)
@@ -351,7 +352,7 @@ def _try_on_rows(
             except Exception as error:  # plug-in code: the error is reported if no row has a reward
                 first = first or f"{what}: {plugin_error_text(error)}"
                 continue
-            if output.reward is not None or has_turns:  # rewards of an env's turns are missing here
+            if output.reward is not None or has_turns:  # for an env with turns, this reward lacks the rewards of turns
                 return
             first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
@@ -359,12 +360,12 @@ def _try_on_rows(
 
 
 def _first_of_worker(worker: RewardWorker, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
-    """Returns the worker's first output for the answers to a row; raises RuntimeError if the worker does not start."""
+    """Returns the worker's first output for a row's answers; raises RuntimeError if the worker does not start."""
     return worker.score(given, config)[0]
 
 
 def _first_output(spec: RewardSpec, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
-    """Returns the first output; a reward of groups gets the answer twice, so that a list of wrong length is noticed."""
+    """Returns the first output. A group reward gets the answer twice, which reveals an output list of wrong length."""
     result: Any = spec.score(given[0], config) if spec.score is not None else spec.score_group(given, config)  # type: ignore[misc]
     if spec.is_async:
         result = asyncio.run(result)

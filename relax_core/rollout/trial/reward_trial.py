@@ -1,4 +1,4 @@
-"""Audits a run's reward in a child process, which is killed if an answer makes the reward hang.
+"""Audits a run's reward in a child process, which is killed if the reward hangs on an answer.
 
 The child process runs this module: ``python -m relax_core.rollout.trial.reward_trial``.
 """
@@ -28,13 +28,14 @@ from relax_core.registry import find_reward
 from relax_core.rollout.episodes.episode_records import without_bytes
 from relax_core.rollout.trial.plugin_trial import START_S, printed_cause
 
-HANG_S = 30.0  # the wait for the audit's end after its own limit
+HANG_S = 30.0  # seconds in which the audit must end after its own limit
 
 
 class AuditRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the input of the audit: a reward with its settings as msgpack, and data rows.
 
-    After ``limit_s`` seconds it begins no further row. ``workers`` is the number of processes of isolated rewards.
+    After ``limit_s`` seconds the audit begins no further row. ``workers`` is the number of processes of isolated
+    rewards.
     """
 
     reward: str
@@ -45,10 +46,11 @@ class AuditRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the share of rows and the worst answer of each family of wrong answers that is awarded, worst family first.
+    """Holds the result of an audit in a child process.
 
-    ``rows`` rows were judged. ``why_not`` says why the reward could not be audited, and is empty if it could. With
-    ``crashed`` the process died or hung.
+    ``rows`` is the number of judged rows. ``families`` has the families of wrong answers that the reward awards, the
+    worst family first: the share of rows with an awarded answer, and the worst answer. ``why_not`` is the reason why
+    the reward could not be audited, else empty. ``crashed`` is True if the process died or hung.
     """
 
     rows: int = 0
@@ -58,7 +60,7 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit_in_child(reward: RewardConfig, rows: Sequence[DataRow], *, workers: int, limit_s: float) -> Audited:
-    """Returns the result of an audit. If the reward crashes or hangs, ``why_not`` says so."""
+    """Returns the result of an audit; ``why_not`` tells if the reward crashed or hung."""
     request = AuditRequest(
         reward=reward.name,
         settings=msgspec.msgpack.encode(reward, enc_hook=packed_text),
@@ -81,7 +83,7 @@ def audit_in_child(reward: RewardConfig, rows: Sequence[DataRow], *, workers: in
 
 
 def main() -> None:
-    """Reads an `AuditRequest` from stdin, and writes `Audited`."""
+    """Reads an `AuditRequest` from stdin, runs the audit, and writes `Audited` to the parent process."""
     from relax_core.rollout.rewards.reward_audit import audit_run_reward
 
     replies = OwnerPipe()

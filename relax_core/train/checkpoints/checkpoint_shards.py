@@ -1,14 +1,14 @@
-"""Stores tensors of many ranks in torch.distributed.checkpoint's format; ranks of any other layout can read them.
+"""Stores the ranks' tensors in torch.distributed.checkpoint's format; ranks in any other layout can read the files.
 
-torch's own sharded types support regular grids over a mesh. A piece here is any block of a global tensor, so a rank can
-store its memory as it is: a slice of the optimizer's flat buffer, or a few heads of a fused projection.
+torch's sharded types support regular grids over a mesh only. A `Block` is any block of a global tensor, so a rank can
+store its memory without rearranging it: a slice of the optimizer's flat buffer, or a few heads of a fused projection.
 
-The index of the format is a pickle. torch's own reader would call anything that the pickle names, so a checkpoint from
-an untrusted source could run code. `PlainIndexReader` creates only the few classes of an index.
+The format's index is a pickle. torch's reader would call any function that the pickle names, so a checkpoint from an
+untrusted source could run code. `PlainIndexReader` creates only objects of the few classes that an index needs.
 
-Files are synced while they are written, so that their growth shows the disk's progress. Otherwise the kernel buffers a
-large part of a file in memory, the file has its full length at once, and no progress is visible for as long as the disk
-takes (`CheckpointStore.progress`). Errors of the files name the folder and the fix.
+Files are synced while they are written, so their growth shows the disk's progress (`CheckpointStore.progress`). Without
+the syncs the kernel buffers a large part of a file in memory: the file has its full length at once, and shows no
+progress while the disk writes. Errors about files name the folder and the fix.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-_FULL_BYTES = 1 << 20  # After a write failed on a full disk, fewer bytes than this are free.
+_FULL_BYTES = 1 << 20  # A failed write with fewer free bytes than this is attributed to a full disk.
 _UNREADABLE = (OSError, EOFError, ValueError, CheckpointException, pickle.UnpicklingError)
 
 
 def _causes(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
-    """Returns each rank's error with the stack where it was raised."""
+    """Returns each rank's error with the error's stack."""
     if isinstance(error, CheckpointException):
         return list(error.failures.values())
     return [(error, traceback.extract_tb(error.__traceback__))]
 
 
 def _is_torch_file_error(error: BaseException, frames: traceback.StackSummary) -> bool:
-    """Returns True for RuntimeErrors of torch's zip reader and writer, which raise them when the disk fails."""
+    """Returns True for the RuntimeErrors that torch's zip reader and writer raise when the disk fails."""
     return isinstance(error, RuntimeError) and frames[-1].filename == torch.serialization.__file__
 
 
@@ -74,14 +74,15 @@ def write_errors_as_oserror(folder: Path) -> Iterator[None]:
             if _is_torch_file_error(cause, frames):
                 number = errno.ENOSPC if shutil.disk_usage(folder).free < _FULL_BYTES else errno.EIO
                 raise OSError(number, f"{folder}: {os.strerror(number)}: {cause}") from error
-        if isinstance(error, CheckpointException):  # It is not an Exception, so handlers of Exception would miss it.
+        # CheckpointException is not an Exception, so `except Exception` would miss it.
+        if isinstance(error, CheckpointException):
             raise RuntimeError(f"{folder}: {error}") from error
         raise
 
 
 @contextmanager
 def read_errors_as_valueerror(folder: Path) -> Iterator[None]:
-    """Raises ValueError if files are not as they were written."""
+    """Raises ValueError if files differ from the files that were written."""
     try:
         yield
     except (RuntimeError, *_UNREADABLE) as error:
@@ -110,9 +111,9 @@ _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class PlainIndexReader(dcp.FileSystemReader):
-    """Reads a folder like torch's reader, but creates only objects of `_CLASSES` from its index.
+    """Reads a folder like torch's reader, but creates only objects of `_CLASSES` from the index.
 
-    Raises ``pickle.UnpicklingError`` for an index that names anything else, or a file outside of the folder.
+    Raises ``pickle.UnpicklingError`` if the index names any other class, or a file outside the folder.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -173,7 +174,7 @@ class _SyncedStream(io.BufferedWriter):
         return written
 
 
-WEIGHTS = "weights/"  # The names of a model's own tensors begin with this.
+WEIGHTS = "weights/"  # The names of a model's own tensors begin with this prefix.
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Block:
 class Pieces:
     """Holds one rank's blocks of a global tensor of ``shape``.
 
-    torch.distributed.checkpoint calls the dunder methods for a value that is not a tensor.
+    torch.distributed.checkpoint calls the dunder methods of a value that is not a tensor.
     """
 
     shape: tuple[int, ...]
@@ -203,7 +204,7 @@ class Pieces:
         return torch.Size(self.shape)
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """Returns the block at the index's offsets."""
+        """Returns the data of the block that begins at the offsets of ``index``."""
         return next(block.data for block in self.blocks if block.offsets == index.offset)
 
     def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
@@ -231,7 +232,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Omits the check for tensors on torch's meta device, which supports only torch's own types."""
+        """Skips torch's check for tensors on the meta device, because the check supports only torch's own types."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -241,9 +242,9 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.ProcessGroup) -> None:
-    """Writes the blocks of all ranks into ``folder`` and raises on every rank if one of them cannot write.
+    """Writes the blocks of all ranks into ``folder``; if one rank cannot write, every rank raises.
 
-    No two ranks may give the same block. The call is collective over ``group``.
+    Two ranks must not pass the same block. The call is collective over ``group``.
     """
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = SyncedFiles()
@@ -256,7 +257,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proc
 
 
 def read_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.ProcessGroup) -> None:
-    """Fills the blocks of each rank from files of any ranks; the call is collective over ``group``."""
+    """Fills this rank's blocks from the files of all ranks that wrote; the call is collective over ``group``."""
     dcp.load(
         dict(pieces),
         storage_reader=PlainIndexReader(folder),

@@ -1,6 +1,6 @@
 """Writes a run's checkpoints as complete folders with a meta.json and keeps the newest few.
 
-It has no heavy imports.
+This module has no heavy imports.
 
 <root>/step_00000100/meta.json and the writers' files
 <root>/best -> step_00000100          the checkpoint with the best evaluation (run.keep_best)
@@ -38,22 +38,21 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yields an empty folder next to ``target``; after the block its files are on disk and it becomes ``target``.
+    """Yields an empty folder next to ``target``; after the block the folder is synced and renamed to ``target``.
 
-    An older ``target`` is replaced. Without ``replace`` only a missing or an empty folder becomes ``target``, so that
-    nothing of the user is removed, and a ``target`` with files is an OSError. If the block or the disk fails, the new
-    folder is removed and the old folder stays. An OSError then names the target, the reason, and the number of free
-    bytes there.
+    With ``replace`` an older ``target`` is replaced. Without ``replace`` a ``target`` that has files is an OSError, so
+    no file of the user is removed. If the block or the disk fails, the new folder is removed and the old folder stays.
+    If the disk fails, the OSError names the target, the reason, and the number of free bytes there.
     """
     partial, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX))
     try:
-        _settle(target, partial=partial, replaced=replaced)  # A process that was killed may have left both.
+        _settle(target, partial=partial, replaced=replaced)  # A killed process may have left both folders.
         partial.mkdir(parents=True)
         yield partial
         _sync_tree(partial)
         if replace and target.exists():
             os.rename(target, replaced)
-        os.rename(partial, target)  # the kernel refuses a target that is neither missing nor an empty folder
+        os.rename(partial, target)  # The kernel accepts only a missing target or an empty folder.
         sync(target.parent)
     except OSError as error:
         raise OSError(error.errno, _failure_text(target, error)) from error
@@ -73,7 +72,7 @@ def recover_replaced(root: Path) -> None:
 
 
 def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
-    """Keeps only ``target``: the new folder if it was renamed to it, and the older folder otherwise."""
+    """Keeps only ``target``: the new folder if it already has that name, otherwise the older folder."""
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)
     for stale in (partial, replaced):
@@ -84,8 +83,9 @@ def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Removes an obsolete folder; if a part of it cannot be removed, logs a warning and continues.
 
-    The folder is first renamed to ``.NAME.removed``, so that no reader finds a part of it and its name is free. A file
-    may be held by another machine, or protected: then the folder keeps that name, and a warning names the cause.
+    The folder is first renamed to ``.NAME.removed``, so no reader finds a partly removed folder and its old name is
+    free. If a file is in use on another machine or protected, the folder keeps the new name, and a warning names the
+    cause.
     """
     removed = folder
     if folder.suffix != REMOVED_SUFFIX:
@@ -105,7 +105,7 @@ def remove_folder(folder: Path) -> None:
 
     shutil.rmtree(removed, onerror=note)
     if problems:
-        _warn(removed, problems[0])  # the folders above that file cannot be removed either
+        _warn(removed, problems[0])  # The folders that contain that file cannot be removed either.
 
 
 def unremoved(root: Path) -> list[Path]:
@@ -117,7 +117,7 @@ def unremoved(root: Path) -> list[Path]:
 
 @cache
 def _warn(folder: Path, why: str) -> None:
-    """Logs a reason once, although the removal is repeated at each checkpoint."""
+    """Logs each reason only once, although the removal is tried again at each checkpoint."""
     log.warning("%s cannot be removed and stays: %s", folder, why)
 
 
@@ -126,7 +126,7 @@ def _failure_text(target: Path, error: OSError) -> str:
     free = shutil.disk_usage(existing).free
     return (
         f"{target} was not written: {error.strerror or error}. {free:,} bytes are free in {existing}. "
-        "The files that were there before are unchanged; free some space or choose another folder."
+        "Older files are unchanged; free some space or choose another folder."
     )
 
 
@@ -148,12 +148,13 @@ def sync(path: Path) -> None:
 
 
 META = "meta.json"
-BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files next to the models.
-DATA_DIGEST = "data"  # The key of ``run`` with the digest of the data's content, if the data is in files.
-DATUM = "datum"  # The key of ``run`` with the form of the data in the ledger and the bus.
+BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files next to the models' folders.
+DATA_DIGEST = "data"  # The key in ``CheckpointMeta.run`` for the digest of the data's content, if the data is in files.
+DATUM = "datum"  # The key in ``CheckpointMeta.run`` for the data format of the ledger and the bus.
 TOKEN_TREE = "token tree"
-BEST = "best"  # A link to the checkpoint with the best evaluation, if run.keep_best names a metric.
-SLOWEST_WRITE_S = 86_400.0  # The timeout of waits for a write in seconds; `progress` shows whether it continues.
+BEST = "best"  # The name of the link to the checkpoint with the best evaluation, if run.keep_best names a metric.
+# The timeout in seconds of waits for a write; `CheckpointStore.progress` shows whether the write continues.
+SLOWEST_WRITE_S = 86_400.0
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
 _ANEW = "Start anew with resume=null and another run.dir."
@@ -161,7 +162,10 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointDamaged(ValueError):
-    """Reports an unusable checkpoint; the text names other checkpoints to resume from, ``problem`` is the reason."""
+    """Reports an unusable checkpoint.
+
+    The text names other checkpoints to resume from; ``problem`` is the reason.
+    """
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"checkpoint {folder}: {problem}. {_instead(folder)}")
@@ -169,7 +173,7 @@ class CheckpointDamaged(ValueError):
 
 
 class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a file's size in bytes and ``digest``, the xxh3-128 of its bytes in hex."""
+    """Holds a file's size in bytes and the file's xxh3-128 digest in hex."""
 
     bytes: int
     digest: str
@@ -178,9 +182,9 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the content of meta.json, which includes its own digest.
 
-    ``sequence`` is the order of writing, which determines the newest checkpoint, because a run may resume from an older
-    step. ``provenance`` is the version of Relax. ``run`` holds the writer's records about its run, such as the digest
-    of its configuration.
+    ``sequence`` counts the checkpoints in the order of writing. It determines the newest checkpoint; the step cannot,
+    because a run may resume from an older step. ``provenance`` is the version of Relax. ``run`` holds records about the
+    run, such as the digest of the configuration.
     """
 
     step: int
@@ -193,9 +197,9 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidCheckpoint:
-    """Holds a checkpoint in which every file agrees with its digest.
+    """Holds a checkpoint whose files all match their digests.
 
-    ``left`` has one sentence for each newer or unreadable checkpoint that was skipped, with the reason.
+    ``left`` has one sentence with the reason for each checkpoint that was skipped: newer ones and unreadable ones.
     """
 
     folder: Path
@@ -206,7 +210,8 @@ class ValidCheckpoint:
 class CheckpointStore:
     """Writes and finds checkpoints in ``root``; one process writes, and any process may read at the same time.
 
-    ``keep_last`` is the number of newest checkpoints that are kept. Those of the train steps in ``kept`` stay, too.
+    ``keep_last`` is the number of newest checkpoints that are kept. The checkpoints after the train steps in ``kept``
+    stay, too.
     """
 
     def __init__(self, root: Path, *, keep_last: int, kept: Callable[[], Collection[int]] = frozenset) -> None:
@@ -215,13 +220,13 @@ class CheckpointStore:
         self._root = root
         self._keep_last = keep_last
         self._kept = kept
-        self._settled = 0  # the bytes that were digested plus the bytes that are on disk
+        self._settled = 0  # the number of digested bytes plus the number of synced bytes
 
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
-        """Writes the checkpoint after ``step`` train steps, then removes the oldest beyond ``keep_last``.
+        """Writes the checkpoint after ``step`` train steps, then removes the oldest checkpoints beyond ``keep_last``.
 
-        ``writers`` fills the folder that it is given. Raises OSError if the disk fails (target, reason, free bytes),
-        and the errors of ``writers``. All older checkpoints are then unchanged.
+        ``writers`` is called with a folder and fills it. If the disk fails, raises OSError with the target, the reason
+        and the free bytes. Errors of ``writers`` are raised, too. After an error all older checkpoints are unchanged.
         """
         recover_replaced(self._root)
         self._remove_stale_folders()
@@ -259,15 +264,15 @@ class CheckpointStore:
     def progress(self, step: int) -> int:
         """Returns a number that changes while the checkpoint after ``step`` is being written by any process.
 
-        It stops changing when the disk stops. It may be called from any thread.
+        The number stops changing when the disk stops. Any thread may call this method.
         """
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
     def newest_valid(self, *, requirements: Sequence[str] = ()) -> ValidCheckpoint | None:
         """Returns the newest written checkpoint among those that `verify` accepts, or None without checkpoints.
 
-        It reads the files of every checkpoint that it accepts or skips. Raises ValueError, which names the problem of
-        each checkpoint, if there are checkpoints and none is whole.
+        It reads the files of every checkpoint that it accepts or skips. If all checkpoints are damaged, raises
+        ValueError with the problem of each.
         """
         readable, left = self._by_sequence()
         for _, folder in reversed(readable):
@@ -285,7 +290,7 @@ class CheckpointStore:
     def read_meta(folder: Path) -> CheckpointMeta:
         """Reads a checkpoint's meta.json.
 
-        Raises `CheckpointDamaged` if the file is missing, does not agree with its own digest, or has another step than
+        Raises `CheckpointDamaged` if the file is missing, does not match its own digest, or has a different step than
         the folder's name.
         """
         path = folder / META
@@ -295,7 +300,7 @@ class CheckpointStore:
             raise CheckpointDamaged(folder, f"{path} is not there") from None
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(folder, f"{path} cannot be read: {error}") from error
-        named = _STEP_NAME.fullmatch(folder.name)  # A copy of a checkpoint may have any other name.
+        named = _STEP_NAME.fullmatch(folder.name)  # A copy of a checkpoint may have any name.
         if named is not None and int(named[1]) != meta.step:
             raise CheckpointDamaged(
                 folder, f"{path} is of step {meta.step}, which is not the step of its folder's name"
@@ -306,13 +311,13 @@ class CheckpointStore:
     def verify(folder: Path, *, requirements: Sequence[str] = ()) -> CheckpointMeta:
         """Compares every file with its size and digest in meta.json, and meta.json with its own digest.
 
-        Raises `CheckpointDamaged` for the first file that differs, or the first of ``requirements`` that was not
-        written. It costs one pass over the files at the speed of the disk.
+        Raises `CheckpointDamaged` for the first file that differs, or for the first file of ``requirements`` that was
+        not written. The call reads all files once, at the speed of the disk.
         """
         meta = CheckpointStore.read_meta(folder)
         for name in requirements:
             if name not in meta.files:
-                raise CheckpointDamaged(folder, f"{folder / name} is not there: this is no checkpoint of a whole run")
+                raise CheckpointDamaged(folder, f"{folder / name} is not there: the checkpoint is incomplete")
         for name, expected in meta.files.items():
             path = folder / name
             try:
@@ -343,7 +348,7 @@ class CheckpointStore:
         self._settled += settled
 
     def _by_sequence(self) -> tuple[list[tuple[CheckpointMeta, Path]], list[str]]:
-        """Returns checkpoints with a readable meta.json in the order of writing, and the problems of the others."""
+        """Returns readable checkpoints in the order of writing, and the problems of unreadable checkpoints."""
         readable, unreadable = [], []
         for folder in sorted(self._root.glob("step_*")):
             try:
@@ -369,7 +374,7 @@ def has_checkpoint(root: Path) -> bool:
 
 
 def _instead(folder: Path) -> str:
-    """Returns a text for the user with the other checkpoints next to ``folder``, newest step first."""
+    """Returns a text that tells the user the other checkpoints next to ``folder``, newest step first."""
     checkpoints = sorted(
         (
             checkpoint
@@ -388,7 +393,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _size(folder: Path) -> int:
-    """Returns the bytes of all files in the folder, some of which may be removed or renamed during the call."""
+    """Returns the bytes of all files in the folder; files may be removed or renamed during the call."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -398,7 +403,7 @@ def _size(folder: Path) -> int:
 
 
 def _digest(path: Path, progress: Callable[[int], None] = lambda count: None) -> FileDigest:
-    """Digests a file and calls ``progress`` with the bytes of each block that it reads."""
+    """Digests a file; calls ``progress`` with the number of bytes of each block."""
     hasher, count = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):

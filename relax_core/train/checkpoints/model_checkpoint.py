@@ -7,11 +7,11 @@
     main/<name>, exp_avg/…, exp_avg_sq/…        float32: a bfloat16 model's copy, and Adam's moments
     random/<rank>/<stream>                      the random streams of each rank
 
-Any layout can read a checkpoint of any other layout, and so can a process that is not a rank. A save has two halves:
-`copy` runs between train steps, and `write` may run in another thread.
+Ranks in any layout can read a checkpoint of any other layout. A process that is not a rank can read it, too. A save has
+two halves: `copy` runs between train steps, and `write` may run in another thread.
 
-Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed.checkpoint is a pickle, from which
-`PlainIndexReader` creates only the objects of an index.
+Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed.checkpoint is a pickle.
+`PlainIndexReader` reads it and creates only objects of the classes that an index needs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StateCopy:
-    """Holds this rank's part of a checkpoint in host memory that training does not change."""
+    """Holds a copy of this rank's part of a checkpoint in host memory; training does not change the copy."""
 
     pieces: dict[str, Pieces]
     provenance: Provenance
@@ -128,8 +128,8 @@ class RankCheckpoint:
         self._architecture, self._head = architecture, head
         self._slices = slices
         self._optimizer = optimizer
-        # The group is separate, because collectives of a writing thread must not mix with collectives of the train
-        # step. Ranks that have written wait in it for ranks with slower disks.
+        # The group is separate, because collectives of the writing thread must not mix with collectives of the train
+        # step. Ranks that have finished writing wait in this group for ranks with slower disks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
 
     def copy(self, *, steps_done: int) -> StateCopy:
@@ -141,12 +141,12 @@ class RankCheckpoint:
         return StateCopy(pieces=pieces, provenance=provenance)
 
     def write(self, copy: StateCopy, folder: Path) -> None:
-        """Writes a copy, in any thread; all ranks return when all tensors are written.
+        """Writes a copy; any thread may call it, and all ranks return when all tensors are written.
 
-        Rank 0 returns after it has written provenance.json, too. Its caller marks the checkpoint as complete, so other
-        ranks need not wait for that file. ``folder`` may exist if it is empty. Raises OSError if a file cannot be
-        written (on every rank if it is a file of tensors), and RuntimeError, which names the ranks that do not arrive
-        within the setup's timeout.
+        Rank 0 also writes provenance.json before it returns. The caller on rank 0 marks the checkpoint as complete, so
+        other ranks need not wait for that file. ``folder`` may exist if it is empty. If a file cannot be written,
+        raises OSError: on every rank for a file of tensors. If ranks do not arrive within the setup's timeout, raises
+        RuntimeError with their numbers.
         """
         self._wait_for_ranks(f"save {folder}")
         with write_errors_as_oserror(folder):
@@ -157,10 +157,10 @@ class RankCheckpoint:
     def load(self, folder: Path) -> None:
         """Loads weights, optimizer state and random states from a checkpoint.
 
-        In the layout of the checkpoint, training continues bitwise identically. In another layout random streams keep
-        the state from this run's seed. The optimizer's settings (betas, weight decay, …) come from this run's
-        configuration. Raises ValueError for a checkpoint that is corrupt or of another model, and RuntimeError, which
-        names ranks that do not arrive.
+        In the checkpoint's layout, training continues bitwise identically. In another layout the random streams start
+        from this run's seed. The optimizer's settings (betas, weight decay, …) come from this run's configuration.
+        Raises ValueError if the checkpoint is corrupt or of another model. If ranks do not arrive, raises RuntimeError
+        with their numbers.
         """
         saved, now = read_provenance(folder), self._provenance(0)
         check_same_model(saved, now, folder=folder)
@@ -186,7 +186,8 @@ class RankCheckpoint:
     def _pieces(self, *, saving: bool) -> dict[str, Pieces]:
         """Returns this rank's blocks of every tensor as views.
 
-        If ``saving`` is True each block is on one rank only, and blocks that several ranks have are divided among them.
+        If ``saving`` is True, each block is returned on one rank only: blocks that several ranks store are divided
+        among these ranks.
         """
         pieces: dict[str, Pieces] = {}
 
@@ -228,7 +229,7 @@ class RankCheckpoint:
         )
 
     def _updates_of_all_ranks(self) -> int:
-        """Returns Adam's step counter; a rank whose parameters are all frozen gets it from the other ranks."""
+        """Returns Adam's step counter; a rank that has only frozen parameters gets the counter from the other ranks."""
         updates = torch.tensor(updates_done(self._optimizer))
         if self._setup.frozen and self._setup.world_size > 1:
             dist.all_reduce(updates, dist.ReduceOp.MAX, group=process_group.world_group())
@@ -241,12 +242,12 @@ class RankCheckpoint:
 
 
 def _first_of_tensor_parallel(weight: WeightSlice) -> bool:
-    """Returns True on the rank that saves a tensor that all tensor-parallel ranks hold whole: the first rank."""
+    """Returns True on the first tensor-parallel rank, which saves tensors that tensor parallelism does not split."""
     return weight.pieces > 1 or weight.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _saved_here(slices: Sequence[WeightSlice]) -> set[str]:
-    """Returns the names of the replicated tensors that this data-parallel rank saves: about equal elements per rank."""
+    """Divides the replicated tensors about equally among data-parallel ranks and returns the names for this rank."""
     dense, experts = parallel_state.get_data_parallel_rank, parallel_state.get_expert_data_parallel_rank
     ranks = {False: dense(with_context_parallel=True), True: experts()}
     loads = {

@@ -1,6 +1,6 @@
 """Records the origin of a trainer's checkpoint in provenance.json next to its tensors: model, layout and libraries.
 
-It has no heavy imports.
+This module has no heavy imports.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from relax_core.train.hf.weight_rules import megatron_arguments
 
 PROVENANCE = "provenance.json"
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
-_UNREAD = ("model_type", "dtype", "torch_dtype", "transformers_version")  # keys of a tower that set no number
+# keys of a tower that are not numbers of the model
+_UNREAD = ("model_type", "dtype", "torch_dtype", "transformers_version")
 _LIBRARIES = ("relax-core", "torch", "megatron-core")
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Describes the model and the run that wrote a checkpoint; any layout of the same model can read it.
 
-    ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy", or "critic" with a value
-    head instead of the output layer. ``layout`` holds the sizes by their keys in `parallel`. ``step`` counts train
-    steps and ``updates`` the updates of the optimizer. ``frozen`` are the parts of the model without optimizer state.
+    ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy" for a model with an
+    output layer, or "critic" for a model with a value head. ``layout`` holds the sizes by their keys in `parallel`.
+    ``step`` counts train steps and ``updates`` the updates of the optimizer. ``frozen`` names the parts of the model
+    that have no optimizer state.
     """
 
     family: str
@@ -50,14 +52,14 @@ def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of the libraries on which a checkpoint's format depends."""
+    """Returns the versions of the libraries that determine a checkpoint's format."""
     return {library: importlib.metadata.version(library) for library in _LIBRARIES}
 
 
 def model_numbers(architecture: Architecture) -> dict[str, Any]:
-    """Returns the numbers that must agree between a model and the model that wrote a checkpoint.
+    """Returns a model's numbers that must be equal to the numbers of the model in a checkpoint.
 
-    A plain rotary embedding adds no scaling, so that checkpoints from before this key can be read.
+    The key for rotary scaling is left out for a plain rotary embedding, because older checkpoints do not have this key.
     """
     numbers = {
         **megatron_arguments(architecture),
@@ -103,7 +105,7 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> None:
-    """Raises ValueError, which names the differences, if the tensors of ``saved`` do not fit the model ``now``."""
+    """Raises ValueError with the differences if the tensors of ``saved`` do not fit the model ``now``."""
 
     def numbers(provenance: Provenance) -> dict[str, Any]:
         return {"family": provenance.family, "head": provenance.head, "dtype": provenance.dtype, **provenance.model}
@@ -112,7 +114,7 @@ def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> Non
 
 
 def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path) -> None:
-    """Raises ValueError if other parts of the model were frozen, because frozen parts have no optimizer state."""
+    """Raises ValueError if different parts of the model were frozen, because frozen parts have no optimizer state."""
     before, here = (f"[{','.join(source.frozen)}]" for source in (saved, now))
     if set(saved.frozen) != set(now.frozen):
         raise ValueError(
@@ -123,7 +125,7 @@ def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path)
 
 
 def check_same_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path) -> None:
-    """Raises ValueError, which names the differences, if two results of `model_numbers` differ."""
+    """Raises ValueError with the differences if two results of `model_numbers` differ."""
     differing = [
         f"{name}={saved.get(name)} there, {now.get(name)} here"
         for name in {**saved, **now}
@@ -131,6 +133,6 @@ def check_same_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], *, fold
     ]
     if differing:
         raise ValueError(
-            f"checkpoint {folder} is of another model: {'; '.join(differing)}. Go on with the model that it was made "
-            "with (model.path, model.dtype), or start a new run with resume=null."
+            f"checkpoint {folder} is of another model: {'; '.join(differing)}. Continue with the model of the "
+            "checkpoint (model.path, model.dtype), or start a new run with resume=null."
         )

@@ -1,6 +1,7 @@
-"""Writes trained weights as a Hugging Face folder that `transformers` and every engine can load.
+"""Writes trained weights as a Hugging Face folder that `transformers` and all engines can load.
 
-The weights come from a trainer's ranks, or from a checkpoint of any layout in one process without Megatron and ranks.
+The weights come from a trainer's ranks, or from a checkpoint of any layout. One process without Megatron can read the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ def export_hf_folder(
     copied_prefixes: tuple[str, ...] = (),
     replace: bool = True,
 ) -> None:
-    """Writes ``target`` with the weights as safetensors, and the files of ``source_folder`` that describe the model.
+    """Writes a Hugging Face folder ``target``: the weights as safetensors, and other files of ``source_folder``.
 
-    These are its configuration, its tokenizer and its chat templates.
+    The other files are the configuration, the tokenizer and the chat templates.
 
-    ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
-    written with ``dtype``, or if it is None with its dtype in ``source_folder``, or with ``own_dtype`` if it has no
-    floating-point dtype there. After them come the tensors of ``source_folder`` whose names begin with one of
-    ``copied_prefixes``; they are copied in pieces and keep their dtypes and bytes. A file holds at most
-    ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings, the output weight is left out as
-    transformers does. The new config.json has ``dtype``. The write is atomic. With ``replace`` it replaces an older
-    folder; without, only a missing or an empty folder is written. Raises OSError, which names the target, the reason
-    and the number of free bytes, and ValueError if the source has no config.json.
+    ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. A tensor
+    is written in ``dtype``. If ``dtype`` is None, it is written in the tensor's floating-point dtype in
+    ``source_folder``, or in ``own_dtype`` if the tensor has none there. The tensors of ``source_folder`` with a name
+    that begins with one of ``copied_prefixes`` follow; they are copied in pieces and unchanged. A file holds at most
+    ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings, the output weight is left out, as in
+    transformers. The new config.json names ``dtype``. The write is atomic. With ``replace`` an older folder is
+    replaced; without it ``target`` must be missing or empty. If the disk fails, raises OSError with the target, the
+    reason and the free bytes. Raises ValueError if the source has no config.json.
     """
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -90,19 +91,19 @@ def export_hf_folder(
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Sets the weights' dtype under the key that this config uses, which is ``torch_dtype`` in older configs."""
+    """Sets the weights' dtype under the config's key for it: ``torch_dtype`` in older configs."""
     return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Returns the floating-point dtype of each weight in a folder by its name; empty for a folder without weights."""
+    """Returns the dtype of each floating-point weight in a folder by name; empty for a folder without weights."""
     if not weight_files(folder):
         return {}
     return {name: FLOATS[tensor.dtype] for name, tensor in open_safetensors(folder) if tensor.dtype in FLOATS}
 
 
 def _copied_weights(folder: Path, copied_prefixes: tuple[str, ...]) -> list[tuple[str, StoredBytes]]:
-    """Returns the tensors that an export copies, unread, in the order in which they are stored."""
+    """Returns the tensors that an export copies, in stored order, without reading them."""
     if not copied_prefixes:
         return []
     return [
@@ -116,7 +117,7 @@ def _copied_weights(folder: Path, copied_prefixes: tuple[str, ...]) -> list[tupl
 def _with_dtypes(
     dtypes: Mapping[str, torch.dtype], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that have an entry in ``dtypes``, converted to that dtype."""
+    """Converts each tensor with an entry in ``dtypes`` to that dtype, and yields it."""
     for name, tensor in tensors:
         if name in dtypes:
             yield name, tensor.to(dtypes[name])
@@ -124,7 +125,10 @@ def _with_dtypes(
 
 
 def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Splits the weights in order into files of at most ``shard_bytes``; each file is in the library's order."""
+    """Splits the weights in order into files of at most ``shard_bytes``.
+
+    Inside a file the weights have the order of the safetensors library.
+    """
     shards: list[list[Weight]] = []
     free = 0
     for weight in weights:
@@ -140,14 +144,14 @@ def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
 def _write_shards(
     folder: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterator[tuple[str, Tensor | StoredBytes]]
 ) -> None:
-    """Writes the files, and their index if there are several."""
+    """Writes the files, and an index if there are several files."""
     files: dict[str, Sequence[TensorSpec]] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors"
         write_safetensors(folder / name, shard, islice(tensors, len(shard)))
         files[name] = shard
-    extra = next(tensors, None)  # The end must be read, because the ranks of an export wait for it.
-    assert extra is None, f"{extra}: its shape was not given"
+    extra = next(tensors, None)  # The iterator must be exhausted, because the ranks of an export wait until then.
+    assert extra is None, f"{extra}: not in the list of shapes"
     if shards[1:]:
         write_weight_index(folder / WEIGHT_INDEX, files)
 
@@ -164,12 +168,12 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes ``target`` like `export_hf_folder`, with 64 MiB or one tensor in memory, and never replaces a folder.
+    """Writes ``target`` like `export_hf_folder`, with 64 MiB or one tensor in memory, and replaces no folder.
 
-    ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
-    and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or "bfloat16", or None
-    for that of each tensor in ``model_folder``. Raises ValueError for a checkpoint that is corrupt, of a different
-    model than the folder's, or a critic's, and OSError if ``target`` cannot be written.
+    ``checkpoint`` is the folder of one model in a checkpoint and has provenance.json. ``model_folder`` provides the
+    configuration and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or
+    "bfloat16"; None keeps each tensor's dtype in ``model_folder``. Raises ValueError if the checkpoint is corrupt, of a
+    critic, or of a different model than ``model_folder``. Raises OSError if ``target`` cannot be written.
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":

@@ -1,7 +1,7 @@
-"""Converts weights between Hugging Face names and a Megatron model by the architecture's rules, exactly both ways.
+"""Converts weights between Hugging Face names and a Megatron model by the architecture's rules, without loss.
 
-In any layout each rank reads only the slices of its own parameters. An export gathers the pieces on rank 0, one bucket
-at a time. No rank holds the whole model.
+A load reads on each rank only the slices of that rank's parameters. An export gathers the pieces on rank 0, one bucket
+at a time, so no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_RANK = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredWeight:
-    """Describes a whole tensor: its padded ``shape``, its dtype and, for each piece, the lowest rank that has it."""
+    """Describes a whole tensor: the padded ``shape``, the dtype, and the lowest rank with each piece."""
 
     rule: WeightRule
     shape: tuple[int, ...]
@@ -35,7 +35,10 @@ class GatheredWeight:
 
     @property
     def interleaved(self) -> bool:
-        """Returns whether the pieces are columns; they arrive one below the other and a copy interleaves them."""
+        """Returns whether the pieces are columns.
+
+        They are received one below the other, and a copy interleaves them.
+        """
         return self.rule.shard is Shard.row and len(self.senders) > 1
 
     @property
@@ -45,7 +48,10 @@ class GatheredWeight:
 
     @property
     def copied(self) -> int:
-        """Returns the number of further elements while it is yielded; its reader may still hold the previous tensor."""
+        """Returns how many further elements exist while the tensor is yielded.
+
+        Its reader may still hold the previous tensor.
+        """
         if self.interleaved:
             return math.prod(self.shape)
         from_views = self.senders == (0,) and self.rule.part in (Part.query, Part.key, Part.value)
@@ -59,7 +65,7 @@ def agree_on_senders(
     device: torch.device,
     dtype_of: Callable[[str], torch.dtype],
 ) -> list[GatheredWeight]:
-    """Exchanges the owners of all pieces and the size of each tensor; all ranks get the list in rule order.
+    """Exchanges the ranks that have the pieces and the tensors' sizes; all ranks get the same list, in rule order.
 
     ``dtype_of`` returns the dtype of a rule's tensor by its Hugging Face name. The call is collective.
     """
@@ -88,7 +94,7 @@ def agree_on_senders(
         for rule, owners, (rows, columns, pieces) in zip(rules, lowest.tolist(), largest.tolist(), strict=True)
     ]
     incomplete = [weight.rule.megatron for weight in weights if not weight.senders or _NO_RANK in weight.senders]
-    assert not incomplete, f"no rank has some pieces of {incomplete}"
+    assert not incomplete, f"pieces are missing on all ranks: {incomplete}"
     return weights
 
 
@@ -109,9 +115,9 @@ def _padded_shape(owned: WeightSlice) -> tuple[int, ...]:
 def buckets_of(
     weights: Sequence[GatheredWeight], *, element_size: int, bucket_bytes: int
 ) -> list[list[GatheredWeight]]:
-    """Splits the list so that rank 0 holds at most ``bucket_bytes`` besides the model, or the memory of one weight.
+    """Splits the list into buckets; rank 0 holds at most ``bucket_bytes``, or one weight, in addition to the model.
 
-    A reader of the tensors still holds the last tensor of a bucket while the next bucket is received.
+    The bound includes the last tensor of a bucket, which its reader still holds while the next bucket is received.
     """
     buckets: list[list[GatheredWeight]] = [[]]
     received = copied = last = 0
@@ -128,10 +134,10 @@ def buckets_of(
 def gather_bucket(
     bucket: Sequence[GatheredWeight], slices: Mapping[str, WeightSlice], *, like: Tensor
 ) -> Iterator[tuple[WeightRule, Tensor]]:
-    """Yields (rule, padded tensor) in order on rank 0; other ranks send their pieces and yield nothing.
+    """Yields (rule, padded tensor) in order on rank 0. Other ranks send their pieces and yield nothing.
 
-    Tensors have the device of ``like``. Tensors that rank 0 has whole are views of its parameters. The timeout
-    of the process group bounds every wait. The call is collective.
+    Tensors are on the device of ``like``. Tensors that are completely on rank 0 are views of its parameters. The
+    timeout of the process group bounds every wait. The call is collective.
     """
     rank = dist.get_rank()
     if rank:
@@ -156,7 +162,7 @@ def gather_bucket(
 def _receive(
     bucket: Sequence[GatheredWeight], slices: Mapping[str, WeightSlice], *, like: Tensor
 ) -> list[Tensor | None]:
-    """Receives the bucket's tensors on rank 0; an entry is None if rank 0 has the tensor whole."""
+    """Receives the bucket's tensors on rank 0; an entry is None if rank 0 already has the complete tensor."""
     received: list[Tensor | None] = []
     expected: list[dist.P2POp] = []
     for weight in bucket:
@@ -175,7 +181,7 @@ def _receive(
 
 
 def _allocate(weight: GatheredWeight, *, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Allocates a tensor and returns it with its contiguous parts, one for each piece."""
+    """Allocates a tensor; returns the tensor and one contiguous part of it for each piece."""
     pieces = len(weight.senders)
     if weight.interleaved:
         rows, columns = weight.shape
@@ -195,11 +201,11 @@ VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.repli
 
 
 class HfWeights:
-    """Holds one model's weights under their Hugging Face names; all ranks of the model create it together.
+    """Maps one model's weights to their Hugging Face names; all ranks of the model create it together.
 
-    ``chunks`` are this rank's unwrapped parts of the model: one, or several with a virtual pipeline. ``value_head`` is
-    True for a critic, which has no output layer and whose head has no Hugging Face name. ``tensor_of`` returns the
-    tensor that is read and written for a parameter, which may be its gradient.
+    ``chunks`` are this rank's unwrapped parts of the model: one part, or several with a virtual pipeline.
+    ``value_head`` is True for a critic: it has no output layer, and its head has no Hugging Face name. ``tensor_of``
+    returns the tensor to read and write for a parameter, for example the parameter's gradient.
     """
 
     def __init__(
@@ -228,7 +234,7 @@ class HfWeights:
             tied_output=architecture.tie_word_embeddings or value_head,
             tensor_of=tensor_of,
         )
-        assert not unused, f"the rules of family {architecture.family} miss these parameters: {unused}"
+        assert not unused, f"the rules of family {architecture.family} do not cover these parameters: {unused}"
         self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head
         self._slices = {name: piece for name, piece in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
@@ -238,16 +244,16 @@ class HfWeights:
             return torch.float32 if architecture.is_float32(name) else dtype
 
         weights = agree_on_senders(rules, self._slices, device=self._like.device, dtype_of=dtype_of)
-        # The shapes of the weights that `export` yields, in its order.
+        # the shapes of the weights in the order of `export`
         self.shapes: Mapping[str, tuple[int, ...]] = {weight.name: weight.shape for weight in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole tensor) in map order on rank 0 and nothing on others; every rank must exhaust it.
+        """Yields (name, whole tensor) in rule order on rank 0, and nothing on other ranks; every rank must exhaust it.
 
-        A tensor that rank 0 has whole is a view, valid until the next step. In addition to the model, rank 0 holds
-        ``bucket_bytes`` bytes, or more if one tensor, its copy (if it is split along its columns) and the previous
-        tensor take more. Fused experts of a layer are one further tensor on rank 0. The call is collective.
+        A tensor that is completely on rank 0 is a view and valid until the next step. In addition to the model, rank 0
+        holds ``bucket_bytes`` bytes, or one tensor with its copy (if it is split along its columns) and the previous
+        tensor, if these are larger. Fused experts of a layer are one further tensor on rank 0. The call is collective.
         """
         return fused(self._gathered(), list(self._stored.values()))
 
@@ -258,16 +264,16 @@ class HfWeights:
                 yield rule.hf, tensor[: self._architecture.vocab_size] if rule.vocabulary else tensor
 
     def parts(self, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields (index, name, piece) for this rank's pieces of all tensors; all ranks have the same index for a name.
+        """Yields (index, name, piece) for this rank's pieces of all tensors; a name has the same index on all ranks.
 
-        ``tensor_of`` returns the tensor of a parameter, such as its gradient.
+        ``tensor_of`` returns the tensor to read for a parameter, for example its gradient.
         """
         for name, weight in self.all_slices.items():
             for parameter in weight.parameters:
                 yield self._order[name], name, part_view(tensor_of(parameter), weight.rule.part, self._architecture)
 
     def load(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
-        """Copies this rank's slices from ``tensors``, in any order; a tensor in a file is read only where needed.
+        """Copies this rank's slices from ``tensors``, in any order; from a file only the needed slices are read.
 
         Raises ValueError on every rank if a weight is missing, unknown, given twice or has the wrong shape.
         """

@@ -1,8 +1,8 @@
-"""Maps the stored tensors of a Hugging Face folder to the tensors of the weight rules, which they hold singly or fused.
+"""Maps the stored tensors of a Hugging Face folder to the weight rules; a stored tensor may fuse several rules.
 
-A rule's tensor has one or two axes. A folder may hold a tensor of more axes, rows of several rules in one tensor, and
-all experts of a layer in one tensor (`relax_core.contracts.family.ExpertLayout`). `weight_problems` checks a folder
-from the headers of its files. It imports no torch.
+A rule's tensor has one or two axes. A stored tensor may have more axes, the rows of several rules, or all experts of a
+layer (`relax_core.contracts.family.ExpertLayout`). `weight_problems` reads the headers of a folder's files and checks
+them. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WholeTensor(Protocol):
-    """A tensor, or a tensor in a file that reads only the indexed part (weights/folder_stream.py)."""
+    """Defines the interface of a tensor in memory or in a file; only the indexed part of a file is read."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -38,11 +38,12 @@ class WholeTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """Describes a tensor of a folder: its Hugging Face name, its shape and the rules of the tensors that it holds.
+    """Describes a stored tensor: its Hugging Face name, its shape and the weight rules of its contents.
 
-    ``experts`` is the number of its experts, or 0 if it holds one rule's tensor or ``rows`` of each of several rules
-    one above the other. Experts are ``transposed`` or not. ``squares`` is True if an expert's matrices are square in
-    any such tensor of the model, so that its shape does not show whether it is transposed.
+    ``experts`` is the number of experts in the tensor. It is 0 if the tensor has one rule's data, or stacks ``rows``
+    rows of each of several rules. ``transposed`` is True if the experts' matrices are stored transposed. ``squares`` is
+    True if the experts' matrices in any such tensor of the model are square: a shape then does not show whether the
+    tensor is transposed.
     """
 
     name: str
@@ -55,9 +56,9 @@ class StoredWeight:
 
     @property
     def untransposed(self) -> tuple[int, ...] | None:
-        """Returns the shape in which transformers writes the experts of a model that it has not loaded.
+        """Returns the shape in which transformers saves the experts of a model that it created itself and did not load.
 
-        It is None for other tensors, and for experts with a square tensor, whose shape is ambiguous.
+        It is None for other tensors, and if the shape is ambiguous because a matrix is square.
         """
         if not self.transposed or self.squares:
             return None
@@ -65,7 +66,7 @@ class StoredWeight:
 
     @property
     def outputs(self) -> int:
-        """Returns the outputs of one expert in a tensor of all experts."""
+        """Returns the number of outputs of one expert in a tensor of all experts."""
         return self.shape[2 if self.transposed else 1]
 
     def problem(self, shape: Sequence[int]) -> str | None:
@@ -75,9 +76,12 @@ class StoredWeight:
         return f"has shape {tuple(shape)}; the model's is {self.shape}"
 
     def parts(self, source: WholeTensor) -> Iterator[tuple[str, WholeTensor]]:
-        """Yields (name, tensor) of each rule, which is read when it is indexed. Raises ValueError for a wrong shape.
+        """Yields (name, tensor) for each rule; a tensor is read when it is indexed.
 
-        Fused experts are read as published, and also as transformers writes them if their shape shows it.
+        Raises ValueError for a wrong shape.
+
+        Fused experts may be in the published form, or in the form that transformers writes if their shape shows that
+        form.
         """
         if (problem := self.problem(source.shape)) is not None:
             raise ValueError(f"weight {self.name} {problem}.")
@@ -137,14 +141,15 @@ def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
             fused[name].append(rule)
         else:
             fused[name] = [rule]
-            found.append(StoredWeight(name, (), ()))  # It reserves the position until all its rules are known.
+            # This entry reserves the tensor's position until all rules of the tensor are known.
+            found.append(StoredWeight(name, (), ()))
     return tuple(
         _fused(weight.name, fused[weight.name], architecture) if weight.name in fused else weight for weight in found
     )
 
 
 def fused_name(rule: WeightRule, architecture: Architecture) -> str | None:
-    """Returns the name of the stored tensor that fuses a rule's tensor with others, None for other rules."""
+    """Returns the name of the stored tensor that fuses several rules' tensors, or None if the rule is not fused."""
     if "/" in rule.hf:
         return rule.hf[: rule.hf.index("/")]
     if not rule.expert or architecture.expert_layout is ExpertLayout.apart:
@@ -155,7 +160,7 @@ def fused_name(rule: WeightRule, architecture: Architecture) -> str | None:
 
 def _fused(name: str, rules: Sequence[WeightRule], architecture: Architecture) -> StoredWeight:
     if not rules[0].expert:
-        assert architecture.delta_net is not None, "only a gated delta net has such tensors"
+        assert architecture.delta_net is not None, "only a gated delta net has fused rows"
         rows = tuple(tensor_shape(rule, architecture)[0] for rule in rules)
         width = tensor_shape(rules[0], architecture)[1]
         middle = (1,) if rules[0].megatron.endswith(".convolution") else ()
@@ -171,9 +176,9 @@ def _fused(name: str, rules: Sequence[WeightRule], architecture: Architecture) -
 
 
 def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the stored tensors from the rules' tensors, which come in the order of the rules.
+    """Yields the stored tensors, built from ``tensors``: the rules' tensors in the order of the rules.
 
-    One fused tensor is in memory at a time. ``tensors`` is read to its end; it may be empty.
+    One fused tensor is in memory at a time. ``tensors`` is exhausted; it may be empty.
     """
     incoming = iter(tensors)
     for weight in stored:
@@ -184,19 +189,19 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
             del whole
             continue
         for name, tensor in islice(incoming, 1):
-            assert name == weight.rules[0].hf, f"{name} comes in place of {weight.name}"
+            assert name == weight.rules[0].hf, f"{name} arrived, expected {weight.name}"
             yield weight.name, tensor.reshape(weight.shape)
             del tensor  # This frees the tensor before the next tensor is made.
-    assert next(incoming, None) is None, "there are more tensors than the model has"
+    assert next(incoming, None) is None, "there are more tensors than the model's weights"
 
 
 def _joined(weight: StoredWeight, incoming: Iterator[tuple[str, Tensor]]) -> Tensor | None:
-    """Returns a layer's experts, or the rows of several rules, in one tensor; None without further tensors."""
+    """Returns a layer's experts, or the rows of several rules, in one tensor; None if ``tensors`` is exhausted."""
     whole: Tensor | None = None
     per_expert = len(weight.rules) // (weight.experts or 1)
     width = 0 if weight.rows else weight.outputs // per_expert
     for number, (name, tensor) in enumerate(islice(incoming, len(weight.rules))):
-        assert name == weight.rules[number].hf, f"{name} comes in place of {weight.rules[number].hf}"
+        assert name == weight.rules[number].hf, f"{name} arrived, expected {weight.rules[number].hf}"
         if whole is None:
             whole = tensor.new_empty(weight.shape)
         expert, part = divmod(number, per_expert)
@@ -224,7 +229,7 @@ def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
 
 
 def passed_bytes(folder: Path, passed: tuple[str, ...]) -> int:
-    """Returns the bytes of the tensors whose names begin with one of ``copied_prefixes``, from the files' headers."""
+    """Returns the size of all tensors with a prefix in ``copied_prefixes``, from the headers of the files."""
     if not passed:
         return 0
     stored = (named_tensor for path in weight_files(folder) for named_tensor in stored_bytes(path))
@@ -257,7 +262,7 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     for part in described:
         if part not in passed and f"{part}." in architecture.copied_prefixes:
             problems.append(
-                f"{folder}: config.json describes {part}, and no file has its weights, so no export could keep them. "
+                f"{folder}: config.json describes {part}, and no file has its weights, so exports would lack them. "
                 "Fetch the folder again, or set enable_audio_output to false in its config.json."
             )
     missing = [name for name in stored if name not in found]

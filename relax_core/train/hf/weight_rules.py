@@ -1,6 +1,6 @@
-"""Maps an architecture to Megatron: each Hugging Face tensor to a parameter, and its sizes to a TransformerConfig.
+"""Maps Hugging Face tensors to Megatron's parameters, and an architecture's sizes to a TransformerConfig.
 
-It imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": architecture.experts.width,
             "moe_router_topk": architecture.experts.per_token,
             "moe_router_score_function": "softmax",
-            # Weights that are normalized over the chosen experts are a softmax over only these experts' logits.
+            # Weights that are normalized over the chosen experts equal a softmax over the logits of these experts only.
             "moe_router_pre_softmax": not architecture.experts.normalized,
             "moe_token_dispatcher_type": "alltoall",
         }
@@ -58,11 +58,11 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
     return arguments
 
 
-VISION, AUDIO = "vision.", "audio."  # The names of the towers' parameters in the first chunk begin with these.
+VISION, AUDIO = "vision.", "audio."  # The names of the towers' parameters in the first chunk begin with these prefixes.
 
 
 class Shard(Enum):
-    """Names the way in which tensor parallelism splits a Megatron parameter; the value is its ``partition_dim``."""
+    """Names how tensor parallelism splits a Megatron parameter; the value is the parameter's ``partition_dim``."""
 
     replicated = None
     column = 0  # output rows
@@ -73,11 +73,11 @@ class Part(Enum):
     """Names the part of a Megatron parameter that corresponds to one Hugging Face tensor.
 
     Megatron fuses the three attention projections into one weight, interleaved by key-value group: each group has its
-    query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
-    up projections one above the other.
+    query heads, its key head and its value head. Megatron fuses the projections' biases in the same order. It stacks
+    the rows of the MLP's gate projection and up projection.
 
     The gated delta net's input projection stacks each rank's queries, keys, values, output gate, writing strength and
-    decay (``net_…``). The weight of its convolution stacks the first three of them.
+    decay (``net_…``). The convolution's weight stacks the channels of the queries, keys and values.
     """
 
     whole = "whole"
@@ -99,21 +99,22 @@ CONVOLVED = NET_PARTS[:3]
 
 
 def net_widths(net: DeltaNet) -> dict[Part, int]:
-    """Returns the rows of each part of the gated delta net's input projection, in its order."""
+    """Returns the number of rows of each part of the gated delta net's input projection, in the projection's order."""
     widths = (net.keys, net.keys, net.values, net.values, net.value_heads, net.value_heads)
     return dict(zip(NET_PARTS, widths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """Maps one Hugging Face tensor ``hf`` to the parameter ``megatron`` that holds it.
+    """Maps one Hugging Face tensor ``hf`` to the Megatron parameter ``megatron``.
 
-    A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py). If
-    one tensor of a folder holds the rows of several rules, its name is the part of their names before the slash.
-    Megatron names follow a build without TransformerEngine. Their layer and expert numbers count over the whole model:
-    the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard`` applies to
-    the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is True the
-    tensor has one row per token, and Megatron pads its rows to a multiple of the ranks.
+    A rule's tensor is a matrix or a vector; a folder may store it in another form
+    (relax_core/train/hf/stored_weights.py). If a stored tensor has the rows of several rules, ``hf`` of these rules is
+    the stored tensor's name, a slash and a suffix. Megatron names follow a build without TransformerEngine. Layers and
+    experts in these names are numbered over the whole model. The layer number determines the pipeline stage, and the
+    expert number determines the expert-parallel rank. ``shard`` applies to the tensor-parallel ranks; if ``expert`` is
+    True, it applies to the expert-tensor-parallel ranks. If ``vocabulary`` is True the tensor has one row per token,
+    and Megatron pads its rows to a multiple of the ranks.
     """
 
     hf: str
@@ -125,15 +126,14 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """Returns whether it is a bias: a vector that is split and fused like the rows of its matrix."""
+        """Returns whether the tensor is a bias: a vector that is split and fused like the rows of its matrix."""
         return self.hf.endswith(".bias")
 
 
 def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
     """Returns the rules of all weights in the order of an export.
 
-    The order is: embedding, layers, final norm, the output weight if it is not tied, and the weights of the vision and
-    the audio tower.
+    The order is: embedding, layers, final norm, output weight (unless tied), vision tower, audio tower.
     """
     return tuple(_rules(architecture))
 
@@ -164,7 +164,7 @@ def _rules(architecture: Architecture) -> Iterator[WeightRule]:
 
 
 def _attention_rules(own: str, attention: str, architecture: Architecture) -> Iterator[WeightRule]:
-    """Yields the rules of an attention; their names begin with ``own`` and ``attention``."""
+    """Yields the rules of an attention layer; their names begin with ``own`` and ``attention``."""
     for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
         fused = f"{attention}linear_qkv.{kind}"
         yield WeightRule(f"{own}q_proj.{kind}", fused, Shard.column, Part.query)
@@ -200,7 +200,7 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
         list(_gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True))
         for expert in range(architecture.experts.count)
     ]
-    # Tensors that are fused in the folder follow each other.
+    # Tensors that the folder fuses must be adjacent.
     if architecture.expert_layout is not ExpertLayout.apart:
         yield from (rule for of_expert in rules for rule in of_expert[:2])
         yield from (of_expert[2] for of_expert in rules)
@@ -221,7 +221,7 @@ def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule
 
 
 def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor of a rule, which has at most two axes."""
+    """Returns the shape of a rule's whole tensor: one or two axes."""
     if rule.megatron.startswith((VISION, AUDIO)):
         rows, *rest = architecture.tower_shapes[rule.hf]
         return (rows, math.prod(rest)) if rest else (rows,)
@@ -251,7 +251,7 @@ def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...
 
 
 def _net_shape(rule: WeightRule, net: DeltaNet, hidden: int) -> tuple[int, ...]:
-    """Returns the shape of a rule's tensor of a gated delta net."""
+    """Returns the shape of a rule's tensor in a gated delta net."""
     name = rule.megatron.split("self_attention.")[1]
     if rule.part in NET_PARTS:
         return (net_widths(net)[rule.part], hidden if name == "in_proj.weight" else net.kernel)

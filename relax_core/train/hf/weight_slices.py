@@ -1,4 +1,4 @@
-"""Finds Hugging Face tensors in this rank's part of a Megatron model: as views of memory and slices of the tensors."""
+"""Finds this rank's slices of the Hugging Face tensors in its part of a Megatron model, as views of memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 class WeightSlice:
     """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal parts along its rows or columns.
 
-    ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` show
-    the piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is the shape of the whole
-    tensor without the padding of the vocabulary.
+    ``parameters`` are the parameters with this piece: two if this rank also has the output layer's copy of a tied
+    embedding. ``views`` are the piece's views of their memory. ``is_copy`` is True if this rank has only the copy.
+    ``shape`` is the shape of the whole tensor without the padding of the vocabulary.
     """
 
     rule: WeightRule
@@ -59,18 +59,20 @@ class WeightSlice:
                 view.copy_(values.reshape(view.shape))
 
     def blocks(self, index: int, flat: Tensor, *, start: int = 0) -> Iterator[Block]:
-        """Yields the parts of the piece that are in ``flat``, as views of it.
+        """Yields the parts of the piece that are in ``flat``, as views of ``flat``.
 
-        ``flat`` holds elements of ``parameters[index]``, or of its optimizer state, from element ``start`` on.
+        ``flat`` holds the elements of ``parameters[index]``, or of the parameter's optimizer state, from element
+        ``start`` on.
         """
         view, origin = self.views[index], int(self.parameters[index].storage_offset())
         *_, width = piece = piece_shape(view, self.rule)
         width = width if len(piece) == 2 else 1
         first_row = 0 if self.rule.shard is Shard.row else self.piece * piece[0]
         columns = (self.piece * width if self.rule.shard is Shard.row else 0,) if len(piece) == 2 else ()
-        rows = self.shape[0] - first_row  # rows of the whole tensor; fewer than the piece's if the vocabulary is padded
+        # rows that the whole tensor has; the piece has more if the vocabulary is padded
+        rows = self.shape[0] - first_row
         for offset_in_storage, row, elements in _runs(view, width=width):
-            run = offset_in_storage - origin  # the run's first element within the parameter
+            run = offset_in_storage - origin  # index of the run's first element in the parameter
             begin, end = max(run, start), min(run + min(elements, (rows - row) * width), start + len(flat))
             for element, row_count, column_count in _rectangles(begin - run, end - run, width=width):
                 at = element + run - start
@@ -116,10 +118,10 @@ def weight_slices(
     tied_output: bool,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
 ) -> tuple[dict[str, WeightSlice], set[str]]:
-    """Returns this rank's pieces by Hugging Face name, and the parameters without a rule.
+    """Returns this rank's pieces by Hugging Face name, and the names of parameters without a rule.
 
-    If ``tied_output`` is True, a last pipeline stage that is not the first has a copy of the embedding as its output
-    weight.
+    If ``tied_output`` is True, the output weight of the last pipeline stage is a copy of the embedding, unless the last
+    stage is also the first.
     """
     parameters = _parameters_by_global_name(chunks, architecture)
     unused = set(parameters)
@@ -150,7 +152,7 @@ def weight_slices(
 def _parameters_by_global_name(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Mapping[str, torch.nn.Parameter]:
-    """Returns the parameters by names in which layers and experts are numbered over the whole model."""
+    """Returns the parameters by name; layers and experts in the names are numbered over the whole model."""
     experts = architecture.experts.count if architecture.experts is not None else 0
     first_expert = (
         experts // parallel_state.get_expert_model_parallel_world_size()
@@ -197,12 +199,12 @@ def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tens
         return grouped[:, queries if part is Part.key else queries + 1]
     if not architecture.output_gate:
         return grouped[:, :heads]
-    # Megatron has a group's queries and then their gates; Hugging Face has each head's query and then its gate.
+    # Megatron has a group's queries and then their gates; Hugging Face has for each head the query and then the gate.
     return grouped[:, :queries].unflatten(1, (2, heads)).transpose(1, 2)
 
 
 def _net_view(parameter: Tensor, part: Part, net: DeltaNet) -> Tensor:
-    """Returns the rows of a part of a gated delta net's input projection or convolution that this rank has."""
+    """Returns this rank's rows of one part of a gated delta net's input projection or convolution."""
     widths = net_widths(net)
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     first = sum(widths[before] for before in NET_PARTS[: NET_PARTS.index(part)]) // ranks

@@ -1,19 +1,19 @@
 """Computes attention over a tree-packed stream on a CPU without a mask, run by run.
 
 A run is a chain of adjacent rows with the same ``end``: each row is the only child of the row before it. A row attends
-causally to its own run and fully to every run above it. The stream is depth-first, so all rows of a run's subtree that
-follow the run are adjacent, and one call serves all of them: a run with children takes one causal call and one full
-call. Exactly the pairs of rows that see each other are computed, while one masked grid computes the square of a whole
-tree. No mask takes memory. A chain without branches is one causal run.
+causally to its own run and fully to every run above it. The stream is depth-first, so the rows below a run are adjacent
+and follow the run. One full call computes the attention of all these rows to the run. A run with children thus needs
+one causal call and one full call. Only pairs of rows that see each other are computed; a masked grid would compute the
+square of a whole tree. No mask takes memory. A chain without branches is one causal run.
 
-The partial softmaxes of a row are joined by their log-sum-exps. The backward pass of each part computes its share of
-the gradient from the joined output and log-sum-exp, so nothing else is saved. Ring attention does the same (Liu,
-Zaharia and Abbeel 2023, arXiv 2310.01889). torch has no public call that returns the log-sum-exp. The two operators
-used here are those that scaled_dot_product_attention itself runs on a CPU.
+The log-sum-exps join the partial softmaxes of a row. The backward pass of each call computes its share of the gradient
+from the joined output and log-sum-exp, so only these two are saved. Ring attention does the same (Liu, Zaharia and
+Abbeel 2023, arXiv 2310.01889). torch has no public call that returns the log-sum-exp. This module uses the two internal
+operators that scaled_dot_product_attention runs on a CPU.
 
 A context-parallel rank has the queries of two stretches of the stream and the keys of the whole stream. A run is cut
-where a stretch begins or ends, so that each piece is the only child of the piece before it. The same calls are then
-made, with only the rank's own rows as queries. The mask that this saves grows with the square of a tree.
+where a stretch begins or ends; each piece is then the only child of the piece before it. The same calls compute the
+attention, with only the rank's own rows as queries. The mask that is not needed would grow with the square of a tree.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from torch import Tensor
 from relax_core.train.context_parallel import WHOLE, RowSharding, gathered_rows, summed_rows
 from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS, tree_starts
 
-_LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
-_JOINED_ROWS = 2**11  # Partial softmaxes are joined for this many rows at a time, which bounds the memory.
-_CALL_BYTES = 2**23  # A call has as many heads as fit into this many bytes of keys, which bounds the memory.
-_CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
+# A run, or a run with its subtree, that has at least this many pairs gets a separate call without pads.
+_LONE_PAIRS = 2**17
+_JOINED_ROWS = 2**11  # Partial softmaxes are joined for this many rows at a time to bound memory.
+_CALL_BYTES = 2**23  # A call computes as many heads as fit into this many bytes of keys, to bound memory.
+_CALL_PAIRS = 2**13  # The overhead of one call, in pairs of rows.
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Holds row ranges of the stream, each on a line of one common width, with pads after the shorter ranges.
+    """Holds row ranges of the stream as lines of equal width; shorter ranges are padded at the end.
 
-    A pad copies the last row of its range. Its results are never read.
+    A pad copies the last row of its range. Results of pads are never read.
     """
 
     count: int
     width: int
     rows: Tensor | slice  # rows of the stream, range by range
-    sources: Tensor | None  # int64 [count * width], the row at each place of the lines; None if that is the slice
-    indexes: Tensor | None  # int64, flat index of each row on the lines; None without pads
+    sources: Tensor | None  # int64 [count * width], the row at each position of the lines; None if `rows` is a slice
+    indexes: Tensor | None  # int64, flat index of each row in the lines; None without pads
     pads: Tensor | None  # int64, flat index of each pad; None without pads
 
     @staticmethod
@@ -57,7 +58,7 @@ class _Lines:
         first, end = int(starts[0]), int(starts[-1] + lengths[-1])
         line = np.repeat(np.arange(count), lengths)
         column = np.arange(len(line)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        tile = end - first == len(line)  # True if no other range lies between these
+        tile = end - first == len(line)  # True if the ranges are adjacent
         listed = None if tile else torch.from_numpy(starts[line] + column)
         rows = slice(first, end) if listed is None else listed
         if len(line) == count * width:
@@ -69,7 +70,7 @@ class _Lines:
         return _Lines(count, width, rows, *map(torch.from_numpy, (sources.reshape(-1), of_rows, pads)))
 
     def to_lines(self, stream: Tensor, *, pad: float | None = None) -> Tensor:
-        """Copies ``[rows, heads, ...]`` onto the lines, ``[count, heads, width, ...]``; ``pad`` is put at pads."""
+        """Copies ``[rows, heads, ...]`` to lines ``[count, heads, width, ...]``; pads get the value ``pad``."""
         own = stream[self.rows] if self.sources is None else stream.index_select(0, self.sources)
         if pad is not None and self.pads is not None:
             own.index_fill_(0, self.pads, pad)
@@ -98,7 +99,7 @@ class _Lines:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Holds one attention call: causal if a line's queries are its keys, and otherwise full except for pads."""
+    """Holds one attention call: causal if a line's queries and keys are the same rows, otherwise full, pads masked."""
 
     queries: _Lines
     keys: _Lines
@@ -119,7 +120,7 @@ class _Part:
         return output, log_sum
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], scale: float | None, *, grads: Sequence[Tensor]) -> None:
-        """Adds this part's share to the gradients of query, key and value.
+        """Adds this call's share to the gradients of query, key and value.
 
         ``saved`` holds query, key, value, output and log-sum-exp of all rows.
         """
@@ -130,7 +131,7 @@ class _Part:
             self.keys.to_lines(key),
             self.keys.to_lines(value),
             self.queries.to_lines(output),
-            self.queries.to_lines(log_sum, pad=float("inf")),  # A pad's probabilities are then 0 and not 0 / 0.
+            self.queries.to_lines(log_sum, pad=float("inf")),  # The probabilities of a pad become 0 instead of 0 / 0.
             0.0,
             self.causal,
             attn_mask=self.mask,
@@ -144,9 +145,10 @@ class _Part:
 class BranchPlan:
     """Holds the calls that compute attention over one stream.
 
-    Every row is in one part of ``causal``, and in one part of ``above`` for each run above its own. ``key_order`` is
-    int64 ``[rows]``, the index of each row of the stream among the keys of all ranks, or None if the keys are the
-    stream. ``group`` are the context-parallel ranks, whose keys are gathered; it is None if the caller has all keys.
+    Every row is in one call of ``causal``, and in one call of ``above`` for each run above the row's run. ``key_order``
+    int64 ``[rows]`` has the index of each stream row among the keys of all ranks; it is None if the keys are in the
+    order of the stream. ``group`` has the context-parallel ranks that exchange keys; it is None if the caller has all
+    keys.
     """
 
     causal: Sequence[_Part]
@@ -158,8 +160,8 @@ class BranchPlan:
     def of(end: np.ndarray, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan | None:
         """Plans this rank's rows of a stream, or returns None if one masked call is cheaper.
 
-        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads.
-        Either all ranks return None or none does, because the two kinds of attention gather keys differently.
+        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads. All
+        ranks choose the same kind of attention, because the two kinds gather keys differently.
         """
         starts = tree_starts(end)
         widest = int(np.diff(starts, append=len(end)).max())
@@ -177,7 +179,7 @@ class BranchPlan:
 
     @property
     def pairs(self) -> float:
-        """Returns the number of computed pairs of rows, with pads and with the cost of the calls."""
+        """Returns the cost in pairs of rows: computed pairs, pads included, plus the overhead of the calls."""
         parts = [*self.causal, *self.above]
         computed = sum(p.queries.count * p.queries.width * p.keys.width * (0.5 if p.causal else 1.0) for p in parts)
         return computed + _CALL_PAIRS * len(parts)
@@ -185,21 +187,21 @@ class BranchPlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Computes grouped-query attention and returns ``[rows, heads * dim]``; it is differentiable once.
 
-        ``query`` is ``[query rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``, this rank's or,
-        if the plan has no group, those of all ranks. The stream comes first, and rows after it are ignored. If
+        ``query`` is ``[query rows, heads, dim]``. ``key`` and ``value`` are ``[rows, groups, dim]``: this rank's rows
+        if the plan has a group, otherwise the rows of all ranks. Rows after the end of the stream are ignored. If
         ``scale`` is None it is 1 / sqrt(dim).
         """
         output: Tensor = _BranchAttention.apply(query, key, value, self, scale)
         return output.flatten(1)
 
     def stream_rows(self, rows: Tensor) -> Tensor:
-        """Returns the whole stream's keys or values ``[rows, heads, dim]`` from those that `attend` gets."""
+        """Returns the whole stream's keys or values ``[rows, heads, dim]`` from the arguments of `attend`."""
         if self.group is not None:
             rows = gathered_rows(rows, self.group)
         return rows if self.key_order is None else rows[self.key_order]
 
     def rank_rows(self, grads: Tensor, rows: int) -> Tensor:
-        """Returns the gradients of the ``rows`` rows that `attend` gets from ``grads``, those of the whole stream."""
+        """Returns the gradients of `attend`'s ``rows`` input rows from ``grads``, the gradients of the whole stream."""
         if self.key_order is None:
             return grads
         by_rank = grads.new_zeros(rows * (1 if self.group is None else self.group.size()), *grads.shape[1:])
@@ -207,9 +209,9 @@ class BranchPlan:
         return by_rank if self.group is None else summed_rows(by_rank, self.group)
 
     def head_ranges(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
-        """Yields heads of keys and, for each of them, the heads of queries that are computed in one call.
+        """Yields the key heads of one call and the query heads that belong to them.
 
-        A call has as many heads as fit into `_CALL_BYTES` of keys, and at least one for each thread of torch.
+        A call has as many heads as fit into `_CALL_BYTES` of keys, but at least one head for each thread of torch.
         """
         rows = len(key) if self.key_order is None else len(self.key_order)
         most = max(_CALL_BYTES // (rows * key[0, 0].nbytes), torch.get_num_threads())
@@ -225,10 +227,13 @@ class BranchPlan:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, output: Tensor, log_sum: Tensor
     ) -> None:
-        """Computes some heads: writes ``output`` like ``query`` and ``log_sum`` ``[rows, heads]``, which are zero."""
+        """Computes some heads and fills ``output`` (shaped like ``query``) and ``log_sum`` ``[rows, heads]``.
+
+        Both tensors contain zeros before the call.
+        """
         for part in self.causal:
             for whole, found in zip((output, log_sum), part.forward(query, key, value, scale), strict=True):
-                part.queries.add_to(whole, found)  # Each row is in one part, so it is 0 before.
+                part.queries.add_to(whole, found)  # Each row is in one causal call, so its output is still 0.
         for part in self.above:
             of_above, its_log_sum = map(part.queries.from_lines, part.forward(query, key, value, scale))
             for start in range(0, len(of_above), _JOINED_ROWS):
@@ -241,9 +246,9 @@ class BranchPlan:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Computes a few heads at a time, which bounds the memory of the calls in addition to inputs and outputs.
+    """Computes a few heads at a time. This bounds the memory that calls need in addition to inputs and outputs.
 
-    With context parallelism the keys and values of these heads are gathered, and once more in the backward pass.
+    With context parallelism, the forward pass and the backward pass each gather the keys and values of these heads.
     """
 
     @staticmethod
@@ -277,14 +282,14 @@ class _BranchAttention(torch.autograd.Function):
                 for part in (*plan.causal, *plan.above):
                     part.backward(grad[:, heads], saved, ctx.scale, grads=grads)
             if not in_place:
-                del keys, values, saved  # This frees them before the gradients are exchanged.
+                del keys, values, saved  # This frees the gathered keys and values before the gradients are exchanged.
                 of_key[:, key_heads] = plan.rank_rows(of_keys, len(key))
                 of_value[:, key_heads] = plan.rank_rows(of_values, len(value))
         return of_query, of_key, of_value, None, None
 
 
 def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
-    """Returns the entries ``some`` of ``rows``, which are a range or a list of indexes."""
+    """Returns the entries ``some`` of ``rows``; ``rows`` is a range or a list of indexes."""
     if isinstance(rows, slice):
         return slice(rows.start + some.start, min(rows.start + some.stop, rows.stop))
     return rows[some]
@@ -295,9 +300,9 @@ def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
 class _Runs:
     """Holds the runs of a stream in order, as int64 ``[runs]``.
 
-    ``own`` (bool) marks the runs with rows that are queries of this rank. ``first_query`` counts its queries before a
-    run, and ``below`` its queries before the run's end. ``behind`` counts its queries in the run's subtree after the
-    run. ``levels`` is the number of runs above it.
+    ``own`` (bool) marks the runs whose rows are queries of this rank. ``first_query`` counts this rank's queries before
+    a run. ``below`` counts this rank's queries before the run's end, and ``behind`` this rank's queries in the subtree
+    below the run. ``levels`` counts the runs above a run.
     """
 
     starts: np.ndarray
@@ -310,11 +315,12 @@ class _Runs:
 
     @staticmethod
     def of(end: np.ndarray, mine: np.ndarray) -> _Runs:
-        """Finds the runs; ``mine`` are the rows that are queries, ascending, and a run is cut where these begin or end.
+        """Finds the runs; ``mine`` are the rows of the queries, ascending.
 
-        The queries among neighbouring rows are neighbours too, because both are in the order of the stream.
+        A run is cut where a stretch of queries begins or ends. Queries of adjacent rows are adjacent, because rows and
+        queries are in the order of the stream.
         """
-        # `end` stays the same only from a row to its only child, so a run begins wherever it changes.
+        # `end` stays the same only from a row to its only child, so a run begins wherever `end` changes.
         begins = np.diff(end, prepend=-1) != 0
         if len(mine) < len(end):
             is_query = np.zeros(len(end), dtype=bool)
@@ -323,26 +329,29 @@ class _Runs:
         starts = np.flatnonzero(begins)
         lengths = np.diff(starts, append=len(end))
         ends = end[starts]
-        closed = np.searchsorted(np.sort(ends), starts, side="right")  # subtrees that end before each run
+        closed = np.searchsorted(np.sort(ends), starts, side="right")  # number of subtrees that end before each run
         first, below, last = (np.searchsorted(mine, edges) for edges in (starts, starts + lengths, ends))
         return _Runs(starts, lengths, below > first, first, below, last - below, np.arange(len(starts)) - closed)
 
     def causal_part(self, some: np.ndarray) -> _Part:
-        """Returns the call of these own runs against themselves."""
+        """Returns the causal call of the runs ``some``, which have queries of this rank."""
         keys = _Lines.of(self.starts[some], self.lengths[some])
         whole = len(self.starts) == self.own.sum()  # Queries and keys are then the same rows.
         return _Part(keys if whole else _Lines.of(self.first_query[some], self.lengths[some]), keys, True)
 
     def above_part(self, some: np.ndarray, dtype: torch.dtype) -> _Part:
-        """Returns the call of the subtrees below ``some`` against these runs, none of which is above another."""
+        """Returns the call of the subtrees below the runs ``some`` against these runs.
+
+        No run of ``some`` is above another.
+        """
         keys = _Lines.of(self.starts[some], self.lengths[some])
         queries = _Lines.of(self.below[some], self.behind[some])
         return _Part(queries, keys, False, keys.pad_mask(self.lengths[some], dtype))
 
     def parents_together(self) -> list[np.ndarray]:
-        """Returns runs with children, grouped into calls by level, because a row has one run above it per level.
+        """Returns runs with children, grouped into calls by level: a row has only one run above it on each level.
 
-        Runs with many pairs get a call of their own, and similar runs share one.
+        Runs with many pairs get separate calls, and similar runs share a call.
         """
         together = []
         for level in range(int(self.levels.max()) + 1):
@@ -355,10 +364,12 @@ class _Runs:
     def _alike_parents(self, parents: np.ndarray) -> list[np.ndarray]:
         """Groups ``parents`` into calls, largest first.
 
-        Each run joins the call in which the fewest pairs are padded for it, or gets its own call if that is cheaper.
+        Each run joins the call that needs the fewest padded pairs for the run, or gets a separate call if this is
+        cheaper.
         """
         behind, lengths = self.behind[parents], self.lengths[parents]
-        calls: list[tuple[int, int, list[int]]] = []  # the most rows and the most keys of a call, and its members
+        # a call's largest number of rows, its largest number of keys, and its members
+        calls: list[tuple[int, int, list[int]]] = []
         for index in np.argsort(-behind * lengths, kind="stable").tolist():
             rows, keys = int(behind[index]), int(lengths[index])
             best, fewest = -1, _CALL_PAIRS
@@ -376,7 +387,7 @@ class _Runs:
 
 
 def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[_Part], list[_Part]]:
-    """Returns the causal calls and the calls against runs above of the queries ``mine``, rows of the stream."""
+    """Returns the causal calls, and the calls against runs above, for the queries at the stream's rows ``mine``."""
     if not len(mine):
         return [], []
     runs = _Runs.of(end, mine)
@@ -386,7 +397,7 @@ def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups runs into calls: long runs alone, others with runs of at least 3/4 of the longest run's length."""
+    """Groups runs into calls: a long run alone, other runs with runs of at least 3/4 of the call's longest run."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     cuts, begin = [0], 0

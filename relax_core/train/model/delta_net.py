@@ -1,13 +1,12 @@
-"""The gated delta net of a Megatron layer over a tree-packed stream, in place of its self-attention.
+"""Computes a gated delta net over a tree-packed stream, in place of a Megatron layer's self-attention.
 
-It processes the stream level by level; each segment starts from its parent's state. A segment is a chain of rows in
-which each row but the first is the only child of the row before it. Its initial state is the state after its parent's
-last row, and zeros at the root of a tree. All segments of one level, over all trees of the stream, are computed
-together. The convolution reads the rows above a row on its own path.
+A segment is a chain of rows: each row except the first is the only child of the row before it. A segment's initial
+state is the state after the last row of its parent segment; it is zero at the root of a tree. The stream is processed
+level by level. All segments of one level, over all trees of the stream, are computed together. The convolution of a row
+reads the rows above it on its path.
 
-Tensor parallelism splits the net by heads: a rank has some key heads and the value heads that these serve. Under
-context parallelism every rank computes the whole stream from the projections that all ranks gather, and keeps its own
-rows.
+Tensor parallelism splits the net by heads: a rank has some key heads and the value heads that use them. With context
+parallelism the ranks gather the projections. Every rank computes the whole stream and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Holds the segments of one level: their rows in the stream, int64 ``[rows]``, one segment after the other.
+    """Holds the segments of one level: the stream rows of the segments, int64 ``[rows]``, segment by segment.
 
-    ``lengths`` are the lengths of the segments. ``parents`` int64 ``[segments]`` are their parents among the segments
-    of the level above, or None at the roots.
+    ``lengths`` are the lengths of the segments. ``parents`` int64 ``[segments]`` are the indexes of their parents in
+    the level above, or None for the roots.
     """
 
     rows: Tensor
@@ -56,11 +55,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLevels:
-    """Holds the levels of a stream of ``rows`` rows, and the rows that its convolution reads.
+    """Holds the levels of a stream of ``rows`` rows, and the rows that the convolution reads.
 
-    ``above`` int64 ``[kernel - 1, rows]`` has the row that is k + 1 rows above each row on its path, or the number of
-    rows if its path is shorter. ``row_places`` int64 ``[rows]`` is each row's index in the concatenated rows of the
-    levels.
+    ``above`` int64 ``[kernel - 1, rows]`` has at [k, row] the stream row that is k + 1 rows above ``row`` on its path,
+    or ``rows`` if the path is shorter. ``row_places`` int64 ``[rows]`` is each row's index in the concatenated rows of
+    the levels.
     """
 
     levels: tuple[Level, ...]
@@ -71,7 +70,7 @@ class SegmentLevels:
     def of(
         end: np.ndarray, *, kernel: int, chunk_rows: int | None = None, device: torch.device | str = "cpu"
     ) -> SegmentLevels:
-        """Plans a stream whose row k is visible to row q iff k <= q < ``end[k]``, int64 ``[rows]``.
+        """Plans a stream; row q sees row k if and only if k <= q < ``end[k]``, int64 ``[rows]``.
 
         Chunks have ``chunk_rows`` rows, by default `CHUNK_ROWS`.
         """
@@ -157,11 +156,11 @@ def _flash_rule(
 
 
 class TreeDeltaNet(MegatronModule):
-    """Computes a gated delta net; it gets the `TreeBatch` as Megatron's attention mask.
+    """Computes a gated delta net; Megatron passes the `TreeBatch` to it as the attention mask.
 
     ``in_proj`` and ``out_proj`` are linear layers that Megatron splits; the rows of ``in_proj`` are in the order of
-    `relax_core.train.hf.weight_rules.NET_PARTS`. If ``recompute`` is True the activations between them are not saved
-    but computed again in the backward pass.
+    `relax_core.train.hf.weight_rules.NET_PARTS`. If ``recompute`` is True the activations between these two layers are
+    computed again in the backward pass.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class TreeDeltaNet(MegatronModule):
         )
 
     def forward(self, hidden_states: Tensor, attention_mask: TreeBatch, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Maps ``[rows, 1, hidden]``, this rank's rows, to the same shape."""
+        """Maps this rank's rows ``[rows, 1, hidden]`` to outputs of the same shape."""
         projected, _ = self.in_proj(hidden_states)
 
         def compute(projected: Tensor) -> Tensor:
@@ -233,7 +232,7 @@ class TreeDeltaNet(MegatronModule):
         if mine is not None:
             # A pad reads the row of zeros after the stream.
             outputs = torch.cat([outputs, outputs.new_zeros(1, *outputs.shape[1:])])[mine]
-        # Each rank has the norm's gradient of its own heads; the backward pass sums these gradients.
+        # Each rank has the gradient of the norm for its own heads; the backward pass sums these gradients.
         weight = copy_to_tensor_model_parallel_region(self.out_norm)
         gate = gate.unflatten(-1, (-1, net.value_dim))
         return gated_norm(outputs.to(gate.dtype), gate, weight, eps=self.config.layernorm_epsilon).flatten(1)
@@ -263,9 +262,9 @@ class TreeDeltaNet(MegatronModule):
 
 
 def _whole_stream(rows: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor | None]:
-    """Returns all rows of the stream without pads, and the place of each of this rank's rows in them.
+    """Returns all rows of the stream without pads, and the index of each of this rank's rows in the stream.
 
-    The places are None if this rank has exactly these rows; a pad's place is after them.
+    The indexes are None if this rank has exactly the stream's rows. The index of a pad is after the stream's end.
     """
     assert tree.levels is not None
     count = len(tree.levels.row_places)
@@ -273,6 +272,6 @@ def _whole_stream(rows: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor | None]
         return rows, None
     if tree.sharding.group is None:
         return rows[:count], tree.stream_places
-    # The backward pass of the gather sums the ranks' gradients and returns to each rank those of its own rows.
+    # The backward pass of the gather sums the ranks' gradients and returns to each rank the sums for its own rows.
     gathered = gather_from_sequence_parallel_region(rows, group=tree.sharding.group)
     return gathered.index_select(0, tree.gathered_rows), tree.stream_places

@@ -1,4 +1,4 @@
-"""Builds the Megatron model in chunks of layers, which read a tree-packed stream and return hidden states.
+"""Builds the Megatron model as chunks of layers that read a tree-packed stream and return hidden states.
 
 A critic has a value head on top of the same layers.
 """
@@ -49,11 +49,11 @@ from relax_core.train.model.tree_attention import TreeBatch
 
 
 class TreeGPTModel(GPTModel):
-    """Ends a GPTModel's forward pass before the output layer.
+    """Computes a GPTModel's forward pass up to the output layer.
 
-    Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
-    The first chunk of a multimodal model has the ``vision`` and ``audio`` towers that the model has; all chunks have
-    ``towers``, their description.
+    Log-probs are computed from the hidden states and `output_weight` in chunks of rows, so all logits never exist at
+    once. The first chunk of layers of a multimodal model has the modules ``vision`` and ``audio`` of the model's
+    towers. All chunks have ``towers``, the description of the towers.
     """
 
     vision: torch.nn.Module | None
@@ -68,14 +68,14 @@ class TreeGPTModel(GPTModel):
             half = tree.rotary[self.rotary_axes].t() * self.rotary_pos_emb.inv_freq
             return torch.cat([half, half], dim=-1)[:, None, None]
         if self._rotary_table is None or len(self._rotary_table) <= tree.max_position:
-            # Without "packed" the call returns this context-parallel rank's part of a plain sequence.
+            # Without "packed" the call would return this context-parallel rank's part of a plain sequence.
             self._rotary_table = self.rotary_pos_emb(1 << max(9, tree.max_position.bit_length()), packed_seq=True)
         return self._rotary_table[tree.positions]
 
     def forward(self, tree: TreeBatch) -> Tensor:
         """Runs the chunk's layers on a stream.
 
-        The last chunk returns the hidden states of this rank's rows after the final norm, ``[rows, hidden]``, which are
+        The last chunk returns the hidden states of this rank's rows after the final norm, ``[rows, hidden]``. They are
         equal on all tensor-parallel ranks. Other chunks return the next chunk's input, ``[rows, 1, hidden]``, with the
         rows split by sequence parallelism.
         """
@@ -85,28 +85,31 @@ class TreeGPTModel(GPTModel):
             if self.towers is not None:
                 embedded, tree = with_features(self, embedded, tree)
             if self.training and torch.is_grad_enabled() and not embedded.requires_grad:
-                # Recomputed layers and later pipeline stages pass gradients on only from such an input.
+                # Recomputed layers and later pipeline stages compute gradients only if their input requires a gradient.
                 embedded.requires_grad_()
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=tree, rotary_pos_emb=self.rotary(tree))
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # Every rank has the head's whole gradient, so the backward pass only selects this rank's rows of it.
+            # Every rank has the whole gradient of the head's input, so the backward pass only selects this rank's rows.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0]
 
     def output_weight(self) -> Tensor:
-        """Returns ``[vocab / tp, hidden]``, padded: the embedding if tied, or its copy on another pipeline stage."""
+        """Returns the padded output weight ``[vocab / tp, hidden]``.
+
+        If it is tied, it is the embedding, or the embedding's copy on another pipeline stage.
+        """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
-VALUE_HEAD = "value_head."  # The names of the head's parameters begin with this.
+VALUE_HEAD = "value_head."  # The names of the head's parameters begin with this prefix.
 
 
 class TreeValueModel(TreeGPTModel):
-    """Replaces the output layer by a value head, which gives a critic one number per row."""
+    """Replaces the output layer by a critic's value head, which returns one number per row."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -115,7 +118,7 @@ class TreeValueModel(TreeGPTModel):
         torch.nn.init.zeros_(self.value_head.bias)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Returns the values of ``[rows, hidden]``, float32 ``[rows]``, which are 0 before the first update."""
+        """Returns the values of the hidden states ``[rows, hidden]``: float32 ``[rows]``, 0 before the first update."""
         weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
         return F.linear(hidden.float(), weight, bias)[:, 0]
 
@@ -127,18 +130,19 @@ def transformer_config(
     dtype: torch.dtype,
     moe_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
-    """Returns Megatron's config from the architecture and the layout; fusions that need a GPU library are off."""
+    """Builds Megatron's config from the architecture and the layout; fusions that need a GPU library are off."""
     arguments: dict[str, Any] = megatron_arguments(architecture)
     if architecture.experts is not None:
         arguments |= {
-            "moe_enable_routing_replay": True,  # It changes nothing until a micro-batch brings experts to replay.
+            "moe_enable_routing_replay": True,  # Replay has no effect until a micro-batch has experts to replay.
             "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef else "none",
             "moe_aux_loss_coeff": moe_aux_loss_coef,
         }
     arguments["activation_func"] = getattr(F, arguments.pop("activation"))
     pipeline = parallel.pp > 1
     return TransformerConfig(
-        **{"moe_token_dispatcher_type": "alltoall"} | arguments,  # Variable lengths need it in a dense model, too.
+        # Variable lengths need this setting in a dense model, too.
+        **{"moe_token_dispatcher_type": "alltoall"} | arguments,
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.cp,
@@ -147,7 +151,8 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        # Interleaved stages send both ways at one time, and messages with shapes would reach the wrong receiver.
+        # Interleaved stages send in both directions at the same time, and shape messages would reach the wrong
+        # receiver.
         variable_seq_lengths=pipeline and parallel.vpp == 1,
         batch_p2p_comm=parallel.vpp == 1,
         deallocate_pipeline_outputs=True,
@@ -182,7 +187,7 @@ def build_chunks(
     """Builds this rank's uninitialized chunks of layers on this process's device.
 
     There is one chunk, or several with a virtual pipeline. The weights are loaded later from a Hugging Face folder. If
-    ``value_head`` is True the model has no output layer, tied or not.
+    ``value_head`` is True the model has no output layer, not even a tied output layer.
     """
     config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
     chunks = []
@@ -201,7 +206,7 @@ def build_chunks(
             share_embeddings_and_output_weights=architecture.tie_word_embeddings or value_head,
             vp_stage=vp_stage,
         )
-        # Megatron scales frequencies with Llama 3.1's constants only, but a model may have others.
+        # Megatron scales frequencies only with Llama 3.1's constants, but a model may have other constants.
         model.rotary_pos_emb.inv_freq = architecture.rope.scaled(model.rotary_pos_emb.inv_freq)
         _mark_shards(model)
         if config.num_moe_experts and parallel.etp != parallel.tp:
@@ -220,7 +225,7 @@ def build_chunks(
 
 
 def _in_dtype(model: TreeGPTModel, architecture: Architecture, dtype: torch.dtype) -> TreeGPTModel:
-    """Gives the model ``dtype``, except for the parameters that stay float32 for any dtype."""
+    """Converts the model to ``dtype``, except for the parameters that are always float32."""
     kept = {rule.megatron.rsplit(".", 1)[-1] for rule in weight_rules(architecture) if architecture.is_float32(rule.hf)}
     model.to(dtype=dtype)
     for name, parameter in model.named_parameters():
@@ -230,12 +235,12 @@ def _in_dtype(model: TreeGPTModel, architecture: Architecture, dtype: torch.dtyp
 
 
 def padded_vocabulary(words: int, parallel: ParallelConfig) -> int:
-    """Returns the number of rows of the embedding, which is a multiple of the tensor-parallel ranks."""
+    """Returns the number of rows of the embedding, padded to a multiple of the number of tensor-parallel ranks."""
     return -(-words // parallel.tp) * parallel.tp
 
 
 def _mark_shards(model: torch.nn.Module) -> None:
-    """Marks the parameters that tensor parallelism splits; Megatron marks them only when it initializes them."""
+    """Marks the parameters that tensor parallelism splits; Megatron marks parameters only when it initializes them."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             weight = module.weight
@@ -245,9 +250,9 @@ def _mark_shards(model: torch.nn.Module) -> None:
 
 
 def _reduce_experts_apart(model: torch.nn.Module) -> None:
-    """Gives experts their own gradient reduction, which Megatron does only with ep > 1.
+    """Makes Megatron reduce the experts' gradients separately, as it does by default only with ep > 1.
 
-    Experts that are split differently from the rest of the model (etp, tp) are replicated over different ranks.
+    If experts and other layers are split differently (etp, tp), they are replicated over different ranks.
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
@@ -257,8 +262,9 @@ def _reduce_experts_apart(model: torch.nn.Module) -> None:
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """Returns ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, ``[…, dim]``; all are float32.
 
-    Source: Zhang and Sennrich 2019, arXiv 1910.07467. On a CPU torch computes its own RMSNorm, and the gradient of it,
-    as a dozen operators, each of which reads and writes the whole input. The results differ by rounding.
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467. On a CPU torch computes its own RMSNorm and the gradient with a
+    dozen operators, and each operator reads and writes the whole input. The results of the two implementations differ
+    by rounding.
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps)
     return normed
@@ -267,7 +273,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The square of vector_norm would round the root in between, and is no faster.
+        # Squaring the result of vector_norm would add the rounding of the root, and it is not faster.
         inverse = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         normed = x * inverse
         ctx.save_for_backward(normed, inverse, weight)
@@ -284,9 +290,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class TreeCoreAttention(MegatronModule):
-    """Computes core attention over a tree-packed stream; it gets the `TreeBatch` as Megatron's attention mask.
+    """Computes core attention over a tree-packed stream; Megatron passes the `TreeBatch` as attention mask.
 
-    If ``recompute`` is True its activations are not saved but computed again in the backward pass.
+    If ``recompute`` is True, the activations of core attention are computed again in the backward pass.
     """
 
     def __init__(
@@ -309,7 +315,7 @@ class TreeCoreAttention(MegatronModule):
 
 
 class RecomputedLayer(TransformerLayer):
-    """Saves only the layer's input and computes the rest again in the backward pass.
+    """Saves only the layer's input and computes the layer's activations again in the backward pass.
 
     Megatron's own recomputation saves all arguments as tensors, and a `TreeBatch` is not a tensor.
     """
@@ -323,11 +329,14 @@ class RecomputedLayer(TransformerLayer):
 
 
 class RecomputedMoeTransformerLayer(RecomputedLayer, MoeTransformerLayer):
-    """Recomputes the activations of a layer with experts; its router gets the micro-batch in both passes."""
+    """Recomputes the activations of a layer with experts; the router gets the micro-batch in both passes."""
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """Marks the gradient of RMSNorm as partial under sequence parallelism, which Megatron's local norm rejects."""
+    """Computes RMSNorm and marks its gradient as partial under sequence parallelism.
+
+    Megatron's local norm rejects sequence parallelism.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -335,10 +344,9 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32.
+        """Normalizes the last dimension; a zero-centred norm multiplies by 1 + weight, in float32.
 
-        A zero-centred norm uses torch's operator, because the layers with a state next to it amplify rounding
-        differences.
+        A zero-centred norm uses torch's operator, because the adjacent gated delta nets amplify rounding differences.
         """
         assert self.eps is not None, "the constructor sets it"
         if self.config.layernorm_zero_centered_gamma:
@@ -362,9 +370,10 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Returns the layers of a model chunk for this process's device.
 
-    They are TransformerEngine's if CUDA and TransformerEngine are available, and torch's otherwise. ``vp_stage`` is the
-    index of the chunk within its stage, or None if a stage has one chunk. Core attention is `TreeCoreAttention` on both
-    devices, because it applies the tree's visibility; the architecture's delta layers have a `TreeDeltaNet` instead.
+    The layers are TransformerEngine's if CUDA and TransformerEngine are available, otherwise torch's. ``vp_stage`` is
+    the index of the chunk within its stage, or None if a stage has one chunk. Core attention is always
+    `TreeCoreAttention`, because it applies the tree's visibility. The architecture's delta layers have a `TreeDeltaNet`
+    in place of attention.
     """
     layer: ModuleSpec
     if has_transformer_engine():
@@ -409,7 +418,7 @@ def block_spec(
 
 
 def _with_delta_net(layer: ModuleSpec, net: DeltaNet, *, norm: Any, recompute: Recompute) -> ModuleSpec:
-    """Returns a layer with a gated delta net in place of its attention, and with a separate norm before it."""
+    """Returns a layer with a gated delta net in place of attention, and with a separate norm before the delta net."""
     into: Any = ColumnParallelLinear
     out: Any = RowParallelLinear
     if has_transformer_engine():
@@ -422,10 +431,10 @@ def _with_delta_net(layer: ModuleSpec, net: DeltaNet, *, norm: Any, recompute: R
 
 
 def parameter_name(name: str, *, experts: bool, delta_layers: Collection[int] = ()) -> str:
-    """Returns the name that the chosen layers give a parameter; ``experts`` is True for a mixture of experts.
+    """Returns a parameter's name in the chosen layers; ``experts`` is True for a mixture of experts.
 
-    TransformerEngine keeps a norm inside the linear layer after it, except before a router and in ``delta_layers``. Its
-    grouped matrix product keeps the experts of a layer in one module.
+    TransformerEngine fuses a norm into the linear layer that follows, except before a router and in ``delta_layers``.
+    It has the experts of a layer in one module, which computes their matrix products as a group.
     """
     if not has_transformer_engine():
         return name

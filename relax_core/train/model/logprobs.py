@@ -1,28 +1,28 @@
-"""Computes log-probs of chosen tokens, entropy and top-k tokens without the logits of all rows in memory.
+"""Computes log-probs of chosen tokens, entropy and top-k tokens; the logits of all rows are never in memory at once.
 
-At 4,096 rows and a vocabulary of 151,936 the logits alone take 2.5 GB, and a plain log_softmax keeps three such
-buffers. This module holds one buffer of ``[chunk_rows, vocab]``. The forward pass fills it chunk by chunk and saves
-nothing, and the backward pass computes each chunk again. If one chunk holds all rows, the backward pass reuses it. A
-tiny problem uses plain operations, because their Python overhead costs more than their memory.
+At 4,096 rows and a vocabulary of 151,936 the logits take 2.5 GB, and a plain log_softmax keeps three buffers of this
+size. This module allocates one buffer of ``[chunk_rows, vocab]``. The forward pass fills the buffer chunk by chunk and
+saves no chunk; the backward pass computes each chunk again. If one chunk has all rows, the backward pass reuses it.
+Tiny inputs use plain operations, because chunks would cost more Python time than they save memory.
 
 **Tensor parallelism.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``. It
 begins at token id ``rank * vocab / tp``. Every rank computes its chunks as if its shard were the whole vocabulary. At
-the end the ranks exchange a few numbers per row. If Z_r is the normalizer of a shard and Z that of the whole
-vocabulary, then p = p_r Z_r / Z, so one number per row turns the shard's distribution into the whole distribution, also
-in the backward pass.
+the end the ranks exchange a few numbers per row. Let Z_r be the normalizer of a shard and Z the normalizer of the whole
+vocabulary. Then p = p_r Z_r / Z, so one number per row converts the shard's probabilities to probabilities over the
+whole vocabulary, also in the backward pass.
 
 **Common arguments.** ``hidden`` ``[rows, hidden]`` and ``weight`` have one floating dtype. ``targets`` ``[rows]`` are
-int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and get no probability. Logits and everything
-computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the matrix
+int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and have probability 0. Logits and the values
+computed from them are float32 for bfloat16 inputs, too (float64 stays float64). On a CPU the factors of the matrix
 products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
 float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
-ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
-``hidden`` is summed over the ranks, and the gradient of ``weight`` belongs to the shard. Each gradient has its tensor's
-dtype.
+ranks of ``group`` must have equal inputs (except the weight) and equal incoming gradients; their results are then
+equal. The gradient of ``hidden`` is summed over the ranks, and the gradient of ``weight`` belongs to the shard. Each
+gradient has its tensor's dtype.
 
-**Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
-tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
-has the log-prob `OUTSIDE` and no gradient. The targets must be among the kept tokens.
+**Truncation.** With ``truncation`` the softmax of each row covers only the row's kept tokens. Both passes set the
+logits of the excluded tokens in a chunk to `OUTSIDE`. An excluded token has the log-prob `OUTSIDE` and no gradient. The
+targets must be kept tokens.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from torch.distributed import ProcessGroup
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.train.device import training_device, wide_product
 
-_MASKS = 32  # The number of bitmasks unpacked at one time, at one byte for each token of the vocabulary.
+_MASKS = 32  # The number of bitmasks that are unpacked at the same time, to one byte per token of the vocabulary.
 
 
 class KeptRows:
     """Holds the encoded kept sets of the rows of the output layer; `leave_out` decodes them chunk by chunk.
 
-    Bitmasks are on the device. Ids are on the host, so that counting them does not synchronize with the device.
+    Bitmasks are on the device. Ids are on the host, because counting ids on the device would synchronize with it.
     """
 
     def __init__(self, kept: KeptTokens, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class KeptRows:
         self._powers = 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
     def leave_out(self, logits: Tensor, rows: slice, *, first: int) -> None:
-        """Sets logits ``[rows, width]`` of tokens that are not in their row's set to `OUTSIDE`.
+        """Sets the logits ``[rows, width]`` of excluded tokens to `OUTSIDE`.
 
         ``first`` is the id of the first column's token.
         """
@@ -69,7 +69,10 @@ class KeptRows:
             self._leave_out_masked(logits, masked.start, self._masked[masked] - rows.start, first=first)
 
     def _leave_out_listed(self, logits: Tensor, rows: slice, at: np.ndarray, *, first: int) -> None:
-        """Saves the few kept logits, fills their rows and writes them back, which needs no buffer as wide as a row."""
+        """Saves the few kept logits, fills the rows with `OUTSIDE` and writes the kept logits back.
+
+        This needs no buffer as wide as a row.
+        """
         some = _inside(self._rows_of_ids, rows)
         columns = self._ids[some] - first
         here = (columns >= 0) & (columns < logits.shape[1])
@@ -85,7 +88,7 @@ class KeptRows:
     def _leave_out_masked(self, logits: Tensor, number: int, at: np.ndarray, *, first: int) -> None:
         """Applies bitmasks ``number``, ``number`` + 1, … to the rows ``at`` of the logits.
 
-        Tokens beyond the sets' vocabulary are in none of the sets.
+        Tokens beyond the sets' vocabulary are excluded.
         """
         width = max(0, min(logits.shape[1], self._vocab_size - first))
         logits[torch.from_numpy(at).to(logits.device), width:] = OUTSIDE
@@ -100,21 +103,21 @@ class KeptRows:
 
 
 def _inside(numbers: np.ndarray, rows: slice) -> slice:
-    """Returns the slice of the ascending row numbers that lie in ``rows``."""
+    """Returns the slice of ``numbers`` (ascending) with the row numbers in ``rows``."""
     start, stop = np.searchsorted(numbers, (rows.start, rows.stop)).tolist()
     return slice(start, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """Holds the rows' kept sets, if top_k, top_p or min_p left tokens out, and ``banned`` ids that no row may have."""
+    """Holds the rows' kept sets if top_k, top_p or min_p excluded tokens, and the ids ``banned`` in all rows."""
 
     kept: KeptRows | None
     banned: Sequence[int]
 
     @staticmethod
     def of(kept: KeptTokens | None, banned: Sequence[int], device: torch.device) -> Truncation | None:
-        """Returns None if no token is left out."""
+        """Returns None if no token is excluded."""
         if kept is None and not banned:
             return None
         return Truncation(kept=None if kept is None else KeptRows(kept, device), banned=banned)
@@ -128,12 +131,13 @@ class Truncation:
             self.kept.leave_out(logits, rows, first=first)
 
 
-_MIN_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.
-_PLAIN_LOGITS = 2**16  # Up to this size plain operations are faster, and their three buffers take less than 1 MB.
+_MIN_LOGPROB, _LEAST = -87.0, 2e-38  # exp(_MIN_LOGPROB) is a normal float32 number below _LEAST.
+# Up to this number of logits plain operations are faster, and their three buffers take less than 1 MB.
+_PLAIN_LOGITS = 2**16
 
 
 class HeadOutputs(NamedTuple):
-    """Holds float32 outputs of each row; entropy (in nats) and the log-probs of other tokens are optional."""
+    """Holds the float32 outputs of each row; the entropy (in nats) and the log-probs of other tokens are optional."""
 
     logprobs: Tensor  # [rows]
     entropy: Tensor | None = None  # [rows]
@@ -167,18 +171,18 @@ def head_outputs(
 ) -> HeadOutputs:
     """Returns the log-prob of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
 
-    If requested it also returns, from the same logits, the entropy and the log-probs of the tokens ``gather``. At most
-    ``[chunk_rows, vocab]`` floats of logits exist at one time (three times as many if all logits are at most 2**16).
-    The result is differentiable once.
+    If requested, also returns the entropy and the log-probs of the tokens ``gather`` from the same logits. At most
+    ``[chunk_rows, vocab]`` floats of logits exist at the same time (three times as many if there are at most 2**16
+    logits). The result is differentiable once.
 
-    ``gather`` is int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation``, -1 stands for no
-    token and counts as a token that is left out. Gradients flow through all three outputs. The backward pass of the
-    entropy needs two buffers, so each holds half as many rows: no more than ``[chunk_rows, vocab]`` floats exist for it
-    either (if ``chunk_rows`` is 2 or more).
+    ``gather`` is int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation`` it may contain -1
+    for no token, which is treated as an excluded token. Gradients flow through all three outputs. The backward pass of
+    the entropy needs two buffers. Each buffer has half as many rows, so the bound of ``[chunk_rows, vocab]`` floats
+    applies to them, too (if ``chunk_rows`` is at least 2).
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
     assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
-    assert targets.shape == hidden.shape[:1] and targets.dtype == torch.int64, "want one int64 target a row"
+    assert targets.shape == hidden.shape[:1] and targets.dtype == torch.int64, "expected one int64 target per row"
     assert gather is None or (gather.shape[0] == targets.shape[0] and gather.dtype == torch.int64), "want [rows, k]"
     assert chunk_rows >= 1 and inverse_temperature > 0.0
     columns = targets[:, None] if gather is None else torch.cat([targets[:, None], gather], dim=1)
@@ -217,7 +221,8 @@ def top_k_tokens(
     settings = _Settings(inverse_temperature, chunk_rows, False, False, truncation)
     dtype = _maths_dtype(weight)
     chosen = matrix.new_zeros(columns.shape, dtype=dtype)
-    # A shard with fewer tokens than ``top_k`` leaves -inf in the remaining columns, which the top-k never selects.
+    # A shard with fewer tokens than ``top_k`` has -inf in the remaining columns; the final top-k never selects these
+    # columns.
     values = matrix.new_full((len(hidden), top_k), -torch.inf, dtype=dtype)
     ids = targets.new_zeros(len(hidden), top_k)
     own_k = min(top_k, shard.size)
@@ -240,7 +245,10 @@ def top_k_tokens(
 
 # -- One rank's part of the vocabulary ------------------------------------------------------------------------------
 class _Shard(NamedTuple):
-    """Holds token ids ``first`` … ``first + size - 1`` without padding; ``size`` may be 0 on the last ranks."""
+    """Describes this rank's token ids, ``first`` … ``first + size - 1`` without padding.
+
+    The last ranks may have size 0.
+    """
 
     first: int
     size: int
@@ -257,35 +265,38 @@ class _Shard(NamedTuple):
         return weight[: self.size].to(weight.dtype if training_device().gpu else _maths_dtype(weight))
 
     def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which token ids are in this shard, and their columns in it (0 for other tokens)."""
+        """Returns a mask of the token ids in this shard, and their columns in the shard (0 for other tokens)."""
         local = columns - self.first
         owned = (local >= 0) & (local < self.size)
         return owned, torch.where(owned, local, 0)
 
     def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
-        """Returns the tensor that receives the log-sum-exp of each row's logits in this shard; None without a group."""
+        """Allocates the tensor for the log-sum-exp of each row's logits in this shard; returns None without a group."""
         return None if self.group is None else matrix.new_full((rows,), -torch.inf, dtype=_maths_dtype(matrix))
 
     def whole_above_own(self, normalizers: Tensor) -> Tensor:
-        """Returns ``[rows]``: the log-sum-exp over all shards minus that of this shard, which is 0 or more."""
+        """Returns the log-sum-exp over all shards minus this shard's log-sum-exp: ``[rows]``, not negative."""
         return self.gather(normalizers).logsumexp(dim=0) - normalizers
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gathers ``[...]`` of each rank into ``[ranks, ...]``."""
+        """Gathers the ranks' tensors ``[...]`` into ``[ranks, ...]``."""
         assert self.group is not None
         gathered = own.new_empty(self.group.size(), *own.shape)
         dist.all_gather(list(gathered.unbind(0)), own.contiguous(), group=self.group)
         return gathered
 
     def add(self, own: Tensor) -> Tensor:
-        """Sums over ranks in place."""
+        """Sums a tensor over the ranks in place."""
         dist.all_reduce(own, group=self.group)
         return own
 
 
 # -- Chunks ---------------------------------------------------------------------------------------------------------
 class _Settings(NamedTuple):
-    """Holds a pass's settings; with ``keep`` all rows are one chunk, and the backward pass reuses its softmax."""
+    """Holds a pass's settings.
+
+    With ``keep`` all rows are one chunk, and the backward pass reuses the chunk's softmax.
+    """
 
     inverse_temperature: float
     chunk_rows: int
@@ -300,7 +311,7 @@ def _logit_chunks(
     """Yields the rows of each chunk, their hidden states ``[chunk, hidden]`` and their logits ``[chunk, size]``.
 
     ``first`` is the id of the shard's first token. The hidden states have the matrix's dtype. All logits share one
-    buffer, which the next chunk overwrites. An empty shard yields no chunk.
+    buffer: the next chunk overwrites it. An empty shard yields no chunk.
     """
     if not len(matrix):
         return
@@ -310,7 +321,7 @@ def _logit_chunks(
         chunk = hidden[rows].to(matrix.dtype)
         logits = buffer[: len(chunk)]
         if logits.dtype == matrix.dtype:
-            # With beta=0 the first argument is not read; `alpha` scales inside the matrix product.
+            # With beta=0 addmm ignores the first argument; `alpha` scales the matrix product.
             torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
         else:
             wide_product(chunk, matrix.t(), logits.dtype, out=logits).mul_(settings.inverse_temperature)
@@ -322,7 +333,7 @@ def _logit_chunks(
 def _log_softmax_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, normalizers: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the rows of each chunk and their log-softmax; writes the log-sum-exps into ``normalizers`` ``[rows]``."""
+    """Yields the rows of each chunk and their log-softmax, and writes log-sum-exps to ``normalizers`` ``[rows]``."""
     for rows, _, logits in _logit_chunks(hidden, matrix, first, settings):
         highest = None if normalizers is None else logits.amax(dim=1)
         # The softmax can run in place, because each row is read before it is written (test_in_place_softmax).
@@ -337,12 +348,12 @@ def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
     """Turns the log-softmax of a chunk into its softmax in place."""
     if settings.truncation is None or training_device().gpu:
         return logprobs.exp_()
-    # Truncation leaves out many tokens, and on a CPU torch.exp takes ten times as long for values that underflow.
+    # Truncation excludes many tokens, and on a CPU torch.exp takes ten times as long for values that underflow.
     return torch.nn.functional.threshold(logprobs.clamp_(min=_MIN_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
 
 
 def _left_out(logprobs: Tensor) -> Tensor:
-    """Returns True at log-probs of tokens that truncation left out, even after a normalizer is subtracted."""
+    """Returns True at the log-probs of excluded tokens, even if a normalizer was subtracted from the log-probs."""
     return logprobs < OUTSIDE / 2
 
 
@@ -386,7 +397,7 @@ class _HeadOutputs(torch.autograd.Function):
         if normalizers is not None:
             above = shard.whole_above_own(normalizers)
             chosen = shard.add(torch.where(owned, chosen - above[:, None], 0.0))
-            if entropy is not None:  # entropy within the shards plus entropy of the shares
+            if entropy is not None:  # the mean entropy within the shards plus the entropy of the shards' shares
                 share = above.neg().exp()
                 entropy = shard.add(share * entropy + torch.special.entr(share))
         outside = None
@@ -403,7 +414,7 @@ class _HeadOutputs(torch.autograd.Function):
         ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
-        # A factor of a row multiplies rows as wide as `hidden` and never rows as wide as the vocabulary.
+        # Each row's factor is multiplied into rows as wide as `hidden`, not into rows as wide as the vocabulary.
         hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
         shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
         matrix = shard.matrix(weight)
@@ -455,7 +466,10 @@ class _HeadOutputs(torch.autograd.Function):
 def _softmax_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, kept: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields like `_logit_chunks`, with the softmax instead of the logits; ``kept`` is all rows' softmax, or None."""
+    """Yields like `_logit_chunks`, but the softmax instead of the logits.
+
+    ``kept`` is the softmax of all rows, or None.
+    """
     if kept is not None:
         yield slice(None), hidden.to(matrix.dtype), kept
         return

@@ -1,14 +1,13 @@
-"""Passes the items of a micro-batch through the towers and puts their features into the first layers.
+"""Passes the media items of a micro-batch through the towers and inserts the features into the first layers.
 
 Every rank of the first pipeline stage holds the whole towers. The ranks of a tensor-parallel group pass the same items
-and get the same gradients. A context-parallel rank passes the items of which it has rows, so its gradients are partial;
-they are summed like those of all other weights.
+and get the same gradients. A context-parallel rank passes only the items with rows on this rank, so its tower gradients
+are partial. They are summed over the ranks like the gradients of all other weights.
 
-With parallel.shard_media the items are dealt over the ranks of both groups instead, and each rank passes its own items
-through its towers. The features of all items are gathered on every rank, and the backward pass brings each rank the
-summed gradient of its own features. A rank's tower gradients cover only its own items, so they are summed once per
-update: over the context-parallel ranks with all other gradients, and over the tensor-parallel ranks by
-`finalize_gradients`.
+With parallel.shard_media the items are distributed over the ranks of both groups, and each rank passes only its own
+items. All ranks gather the features of all items, and the backward pass returns to each rank the summed gradient of its
+own features. A rank's tower gradients cover only its own items. They are summed once per update: over the
+context-parallel ranks with all other gradients, and over the tensor-parallel ranks by `finalize_gradients`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
 def shard_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
     """Returns the indexes of each rank's items, ascending; ``work`` holds the work of each item.
 
-    The items are dealt in descending order of their work, each to the rank that has the least work so far. A rank gets
-    none if there are fewer items than ranks.
+    The items are assigned in descending order of work, each to the rank with the least work so far. If there are fewer
+    items than ranks, some ranks get no item.
     """
     loads, sharded = [0.0] * ranks, [list[int]() for _ in range(ranks)]
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
@@ -61,10 +60,10 @@ def shard_items(work: Sequence[float], *, ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedItems:
-    """Holds a rank's own items of a micro-batch, and the places of all items' features after `MediaGroup.gather`.
+    """Holds this rank's items of a micro-batch, and the indexes of all items' features after `MediaGroup.gather`.
 
-    ``places`` is int64 ``[features]``, in the order of all items and their rows. ``longest`` is the largest number of
-    features that a rank has.
+    ``places`` int64 ``[features]`` has these indexes, in the order of all items and their rows. ``longest`` is the
+    largest number of features that a rank has.
     """
 
     own: Sequence[MediaItem]
@@ -76,9 +75,10 @@ class ShardedItems:
 class MediaGroup:
     """Holds the group of ranks that share the items of each micro-batch: tp x cp ranks of the first stage.
 
-    ``tensor_ranks`` and ``tensor_rank`` describe tensor parallelism, which varies fastest in the group. With
-    ``sequence_parallel`` each tensor-parallel rank has the gradients of its own rows; without it all have the same
-    gradients. ``context`` is the context-parallel group, None for one rank.
+    ``tensor_ranks`` is the number of tensor-parallel ranks and ``tensor_rank`` this rank's number among them; it varies
+    fastest in the group. With ``sequence_parallel`` each tensor-parallel rank has the gradients of its own rows;
+    without it all tensor-parallel ranks have the same gradients. ``context`` is the context-parallel group, or None for
+    a single rank.
     """
 
     group: dist.ProcessGroup
@@ -89,7 +89,7 @@ class MediaGroup:
 
     @staticmethod
     def of_this_rank(*, sequence_parallel: bool) -> MediaGroup:
-        """Builds it from Megatron's groups."""
+        """Builds the group of this rank from Megatron's groups."""
         several = parallel_state.get_context_parallel_world_size() > 1
         return MediaGroup(
             group=parallel_state.get_tensor_and_context_parallel_group(),
@@ -100,7 +100,7 @@ class MediaGroup:
         )
 
     def shard(self, items: Sequence[MediaItem], towers: Towers, *, work: Callable[[MediaItem], float]) -> ShardedItems:
-        """Deals ``items``, which are the same on all ranks of the group, by their ``work``."""
+        """Distributes ``items`` by their ``work``; all ranks of the group pass the same items."""
         sharded = shard_items([work(item) for item in items], ranks=self.group.size())
         counts = np.array([towers.features(item) for item in items])
         first = np.cumsum(counts) - counts
@@ -117,8 +117,8 @@ class MediaGroup:
     def gather(self, outputs: Tensor, *, longest: int) -> Tensor:
         """Returns the features of all ranks, ``[layers, ranks * longest, hidden]``, from this rank's ``outputs``.
 
-        ``outputs`` is ``[layers, features, hidden]``. The call is collective, and so is its backward pass, which runs
-        if ``outputs`` requires a gradient; this must be the same on all ranks.
+        ``outputs`` is ``[layers, features, hidden]``. The call and its backward pass are collective. The backward pass
+        runs only if ``outputs`` requires a gradient; all ranks must agree on this.
         """
         gathered = _GatherFeatures.apply(outputs.transpose(0, 1), self, longest)
         assert isinstance(gathered, Tensor)
@@ -127,11 +127,11 @@ class MediaGroup:
     def gradients_of_own(self, gradients: Tensor, *, longest: int) -> Tensor:
         """Returns the sum over the ranks of the gradients of this rank's features, ``[longest, …]``.
 
-        ``gradients`` is ``[ranks * longest, …]``: the gradients of all features that come from this rank's rows.
+        ``gradients`` is ``[ranks * longest, …]``: the gradients of all features, computed from this rank's rows.
         """
         if self.sequence_parallel:
             return summed_rows(gradients, self.group)
-        # Each context-parallel rank has the gradients of its rows, which are the same on all tensor-parallel ranks.
+        # Each context-parallel rank has the gradients of its rows; they are equal on all tensor-parallel ranks.
         of_ranks = gradients.view(-1, self.tensor_ranks, longest, *gradients.shape[1:])
         same = of_ranks[:, self.tensor_rank].flatten(0, 1)
         return same if self.context is None else summed_rows(same.contiguous(), self.context)
@@ -155,8 +155,7 @@ class _GatherFeatures(torch.autograd.Function):
 def finalize_gradients(chunks: Sequence[Any], *, sharded: bool) -> None:
     """Reduces the gradients of an update over the ranks; ``chunks`` are Megatron's wrappers of this rank's chunks.
 
-    If ``sharded`` is True, each tensor-parallel rank passed different items, so the gradients of its towers are
-    partial.
+    If ``sharded`` is True, the tensor-parallel ranks passed different items, so their tower gradients are partial.
     """
     finalize_model_grads(list(chunks))
     if sharded:
@@ -164,7 +163,7 @@ def finalize_gradients(chunks: Sequence[Any], *, sharded: bool) -> None:
 
 
 def sum_tower_gradients(models: Sequence[Any]) -> None:
-    """Sums the gradients of the towers of this rank's chunks over the tensor-parallel ranks, all of which call it."""
+    """Sums the gradients of this rank's towers over the tensor-parallel ranks; the call is collective over them."""
     towers = [tower for model in models for tower in (model.vision, model.audio) if tower is not None]
     gradients = [parameter.main_grad for tower in towers for parameter in tower.parameters() if parameter.requires_grad]
     if not gradients or parallel_state.get_tensor_model_parallel_world_size() == 1:
@@ -179,12 +178,12 @@ def sum_tower_gradients(models: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaInputs:
-    """Holds the items with rows on a rank of the first stage, and the rank's rows that get their features.
+    """Holds the media items with rows on a rank of the first stage, and the rank's rows that get the features.
 
-    Row ``rows[i]`` inside the layers gets feature ``features[i]`` of the towers' output for ``inputs``, both int64. If
-    the items are dealt over the ranks of ``group``, ``inputs`` are this rank's inputs, and ``features`` are indexes of
-    the gathered outputs, which have ``longest`` features per rank. ``deepstack`` is ``[layers, rows, hidden]`` after
-    the towers' pass: its entry k is added to these rows after layer k.
+    Row ``rows[i]`` inside the layers gets feature ``features[i]`` of the towers' output for ``inputs``; both arrays are
+    int64. If the items are distributed over the ranks of ``group``, ``inputs`` has only this rank's items, and
+    ``features`` indexes the gathered outputs, which have ``longest`` features per rank. ``deepstack`` is ``[layers,
+    rows, hidden]`` after the towers' pass: entry k is added to the rows ``rows`` after layer k.
     """
 
     inputs: TowerInputs
@@ -199,7 +198,7 @@ class MediaInputs:
 class MediaPlan:
     """Builds the `MediaInputs` of a rank of the first stage for each micro-batch.
 
-    ``group`` are the ranks over which items are dealt, None if each rank passes the items of its own rows. ``work``
+    ``group`` has the ranks that share the items, or is None if each rank passes the items of its own rows. ``work``
     returns an item's work in rows of the language model.
     """
 
@@ -213,7 +212,7 @@ class MediaPlan:
     def inputs(self, layout: TreeLayout, *, padded_rows: int) -> MediaInputs | None:
         """Returns the inputs of a micro-batch, or None if this rank passes no item and has no row of any item.
 
-        If items are dealt, all ranks of the group have inputs if there is any item, because the gather is collective.
+        With a ``group`` all its ranks get inputs if the micro-batch has any item, because the gather is collective.
         """
         media = layout.media
         if media is None:
@@ -232,7 +231,7 @@ class MediaPlan:
             sharded = self.group.shard(media.items, self.towers, work=self.work)
             items, order, longest = tuple(sharded.own), sharded.places, sharded.longest
         features = media.features[own] if order is None else order[media.features[own]]
-        assert self.reader is not None, "a role with a multimodal model has a reader of media"
+        assert self.reader is not None, "a role with a multimodal model needs a media reader"
         self.reader.fetch(items)
         return MediaInputs(
             inputs=inputs_of(items, [self.reader.tensors(item) for item in items]),
@@ -251,7 +250,7 @@ def media_plan(
     *,
     device: torch.device,
 ) -> MediaPlan | None:
-    """Returns this rank's plan, or None if it is not on the first pipeline stage or the model reads text only."""
+    """Returns this rank's plan; None for a text-only model, or if the rank is not on the first pipeline stage."""
     towers = Towers.of(architecture)
     if towers is None or not parallel_state.is_pipeline_first_stage():
         return None
@@ -269,7 +268,7 @@ def media_plan(
 def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: torch.device, recompute: bool) -> None:
     """Gives the first chunk of a model its towers; its first layers add the further outputs of the vision tower.
 
-    If ``recompute`` is True the activations of the towers' layers are computed again in the backward pass.
+    If ``recompute`` is True, the backward pass computes the activations of the towers' layers again.
     """
     for name, tower in (("vision", towers.vision), ("audio", towers.audio)):
         if tower is not None:
@@ -282,10 +281,13 @@ def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: torch.
 
 
 def with_features(model: Any, hidden: Tensor, tree: TreeBatch) -> tuple[Tensor, TreeBatch]:
-    """Returns the embedded rows ``[rows, 1, hidden]`` with the features, and the batch with the deepstack rows.
+    """Inserts the features into the embedded rows ``[rows, 1, hidden]``.
 
-    ``model`` is the first chunk. If this rank has no item of a trained tower, the smallest item passes it at weight
-    zero. Every weight then has a gradient on every rank in every micro-batch, which overlapped reduction needs.
+    Returns the rows and the batch with deepstack rows.
+
+    ``model`` is the first chunk. If this rank has no item for a trained tower, the smallest item passes that tower with
+    weight zero. Every weight then has a gradient on every rank in every micro-batch; overlapped reduction requires
+    this.
     """
     towers, modules, media = model.towers, {"vision": model.vision, "audio": model.audio}, tree.media
     given = TowerInputs() if media is None else media.inputs
@@ -310,7 +312,7 @@ def with_features(model: Any, hidden: Tensor, tree: TreeBatch) -> tuple[Tensor, 
 
 
 def _gathered(media: MediaInputs, group: MediaGroup, model: Any) -> Tensor:
-    """Returns the towers' output for the items of all ranks of the group; it is collective."""
+    """Returns the towers' output for the items of all ranks of the group; the call is collective."""
     towers, modules = model.towers, {"vision": model.vision, "audio": model.audio}
     if any(media.inputs):
         own = pass_towers(media.inputs, towers, **modules)
@@ -318,7 +320,7 @@ def _gathered(media: MediaInputs, group: MediaGroup, model: Any) -> Tensor:
         layers = 0 if towers.vision is None else towers.vision.deepstack_layers
         own = media.features.new_zeros(1 + layers, 0, model.config.hidden_size, dtype=model.config.params_dtype)
     if not own.requires_grad and any(module is not None and _trains(module) for module in modules.values()):
-        own.requires_grad_()  # A rank without items of a trained tower takes part in the backward pass of the others.
+        own.requires_grad_()  # A rank without items for a trained tower takes part in the other ranks' backward pass.
     return group.gather(own, longest=media.longest)
 
 
@@ -329,7 +331,7 @@ def _trains(module: torch.nn.Module) -> bool:
 def _add_deepstack(number: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Adds the deepstack rows after layer ``number``.
 
-    This is outside of the layer, so a layer that is recomputed does not go backward through the tower a second time.
+    The addition is outside the layer, so a recomputed layer does not run the tower's backward pass a second time.
     """
     media = kwargs["attention_mask"].media
     if media is None:

@@ -1,12 +1,13 @@
-"""Controls Megatron's layer and router of a mixture of experts by the micro-batch, and measures their load.
+"""Passes settings of each micro-batch to the routers of a mixture of experts, and measures the experts' load.
 
-A micro-batch gives its routers the experts to replay, its pads, and its weight of the balancing loss. An engine and the
-trainer compute the same router in a different order or precision. If two experts score almost the same, they choose
-differently, and then whole blocks of the network differ and not only roundings. With replay (R3, arXiv 2510.11370) each
-token goes to the experts that the engine chose. The trainer computes their weights, so the router keeps its gradient.
+The settings are the experts to replay, the pads, and the weight of the balancing loss. Engine and trainer compute the
+router in a different order or precision. If two experts have almost equal scores, engine and trainer may choose
+different experts. Whole blocks of the network then differ, beyond rounding. With replay (R3, arXiv 2510.11370) each
+token goes to the experts that the engine chose. The trainer computes the experts' weights, so the router keeps its
+gradient.
 
-These settings travel with the micro-batch's `TreeBatch` to every layer of every pipeline stage, and again into a layer
-that is recomputed. No order of passes can mix up micro-batches, however many of them are in progress.
+The micro-batch's `TreeBatch` has these settings and reaches every layer of every pipeline stage, also when a layer is
+recomputed. So the order of passes cannot mix up the settings of micro-batches that are in progress at the same time.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class RouterRows:
     """Holds the routing of this rank's rows inside the layers.
 
     ``experts`` is int64 ``[layers with experts, rows, top_k]`` for all layers of the model, or None if the routers
-    choose. ``pads`` is bool ``[rows]``, or None if no rank has pads: it is True at rows that the balancing loss and the
-    counts exclude: pads, and rows that another piece of the group also has. ``balance_weight`` multiplies the mean
-    balancing loss of the rows. ``counted`` is False for a micro-batch without groups.
+    choose the experts. ``pads`` is bool ``[rows]``: True at rows that the balancing loss and the counts exclude, which
+    are pads and repeated rows of a split tree. It is None if no rank has such rows. ``balance_weight`` multiplies the
+    mean balancing loss of the rows. ``counted`` is False for a micro-batch without groups.
     """
 
     experts: Tensor | None
@@ -54,14 +55,14 @@ OWN_CHOICE = RouterRows(experts=None, pads=None, balance_weight=0.0)
 
 
 def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarray | None:
-    """Returns the trees' experts in the order of their stream, ``[rows, layers, top_k]``, or None if there are none.
+    """Returns the trees' routed experts in stream order, ``[rows, layers, top_k]``, or None without routed experts.
 
     Raises ValueError if the number of layers or an expert does not fit the model.
     """
     present = [tree.extras["routed_experts"] for tree in trees if "routed_experts" in tree.extras]
     if not present:
         return None
-    assert len(present) == len(trees), "either all groups of a step have a column or none has it"
+    assert len(present) == len(trees), "all groups of a step must have the same columns"
     assert model.experts is not None
     found = []
     for tree, experts in zip(trees, present, strict=True):
@@ -85,8 +86,8 @@ def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarra
 def experts_of_rows(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Selects ``rows`` of ``experts`` ``[stream, layers, top_k]`` and returns int64 ``[layers, rows, top_k]``.
 
-    A row after the end of the stream is a pad. It goes to the first experts, because it needs ``top_k`` different
-    experts.
+    A row after the end of the stream is a pad. It gets the first ``top_k`` experts, because a row needs ``top_k``
+    different experts.
     """
     stream, layers, top_k = experts.shape
     selected = np.empty((len(rows), layers, top_k), dtype=np.int64)
@@ -97,7 +98,7 @@ def experts_of_rows(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> np.ndarray | None:
-    """Returns True at pads and repeated rows, bool ``[padded rows]``, or None if there are none."""
+    """Returns True at pads and repeated rows, bool ``[padded rows]``, or None without such rows."""
     if padded_rows == stream and not any(REPEATED in tree.extras for tree in trees):
         return None
     whole = np.arange(padded_rows) >= stream
@@ -123,14 +124,15 @@ def router_rows(batch: TreeBatch, model: Architecture, *, replays: bool, balance
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # megatron-core 0.16.1 defines the name only with Transformer Engine, and reads it
+    # megatron-core 0.16.1 reads this name always but defines it only with Transformer Engine
+    moe_utils.te_general_gemm = None
 
 
 class MoeTransformerLayer(TransformerLayer):
-    """Gives the micro-batch's `RouterRows` to the layer's router before it computes.
+    """Passes the micro-batch's `RouterRows` to the layer's router before the layer's forward pass.
 
-    This happens in the layer's own forward pass, so a recomputed pass does it again. For that case Megatron's
-    RouterReplay has a list that must be switched between forward and backward passes; it is not needed here.
+    This is part of `forward`, so a recomputed pass repeats it. Megatron's RouterReplay needs a list for recomputation
+    that is switched between forward and backward passes; this class does not use it.
     """
 
     def forward(self, *args: Any, attention_mask: TreeBatch, **kwargs: Any) -> Any:
@@ -144,14 +146,15 @@ class MoeTransformerLayer(TransformerLayer):
 class BalancedRouter(TopKRouter):
     """Extends Megatron's router by replay, a weighted balancing loss and counts.
 
-    It replays the experts that `follow` sets, weights the balancing loss by the micro-batch's share of the update, and
-    counts how often each expert was chosen.
+    `follow` sets the experts to replay. The balancing loss is weighted by the micro-batch's share of the update. The
+    router counts how often each expert is chosen.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        RouterReplay.clear_global_router_replay_instances()  # Megatron's global list would keep every model alive.
-        self.experts_index = -1  # the index of its layer among the model's layers with experts
+        # Megatron's global list would keep a reference to every model.
+        RouterReplay.clear_global_router_replay_instances()
+        self.experts_index = -1  # the index of the router's layer among the model's layers with experts
         self._rows = OWN_CHOICE
         self.clear_counts()
 
@@ -165,16 +168,17 @@ class BalancedRouter(TopKRouter):
         self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def clear_counts(self) -> None:
-        """Resets ``chosen`` (int64 ``[experts]``) and ``balance_sum`` (the sum of losses times their weights)."""
+        """Resets ``chosen`` (int64 ``[experts]``) and ``balance_sum`` (the weighted sum of balancing losses)."""
         self.chosen = torch.zeros(self.num_experts, dtype=torch.int64)
         self.balance_sum, self.balance_weight = torch.zeros(()), 0.0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes as Megatron does, but excludes the micro-batch's pads from the balancing loss and the counts."""
+        """Routes like Megatron, but excludes the micro-batch's pads from the balancing loss and the counts."""
         assert padding_mask is None
         pads = self._rows.pads
         probabilities, chosen = super().routing(logits, padding_mask=pads)
-        if self._rows.counted and torch.is_grad_enabled():  # A recomputed layer first runs without gradient.
+        # The first pass of a recomputed layer runs without gradient.
+        if self._rows.counted and torch.is_grad_enabled():
             counted = chosen if pads is None else chosen[~pads]
             self.chosen = self.chosen.to(counted.device) + counted.sum(0)
         return probabilities, chosen
@@ -184,11 +188,11 @@ class BalancedRouter(TopKRouter):
     ) -> Tensor:
         """Attaches the balancing loss, weighted by the micro-batch's share of the algorithm's denominator.
 
-        Megatron multiplies the loss by the number of rows, because it later divides by trained tokens, and both numbers
-        are equal in pre-training.
+        Megatron multiplies the loss by the number of rows and later divides by the number of trained tokens. These
+        numbers are equal in pre-training, but not here.
         """
         weight = self._rows.balance_weight
-        # Each rank of the group has a part of the loss, and all parts together are the whole loss.
+        # The loss is the sum of the parts on the ranks of the group.
         self.balance_sum = self.balance_sum.to(aux_loss.device) + aux_loss.detach() * (weight / aux_loss_coeff)
         self.balance_weight += weight / self.tp_cp_group.size()
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * weight)
@@ -218,10 +222,10 @@ def balance_metrics(
     """Returns metrics of the distribution of the update's tokens over the experts, over all layers and ranks.
 
     ``mine`` are this rank's routers (`routers`). The call is collective over ``group``, a gloo group of all ranks, or
-    None for a single rank. ``max_load`` and ``min_load`` are the tokens of the busiest and of the idlest expert of any
-    layer, relative to an even load. ``entropy`` is the entropy of the experts' shares, relative to even shares, as mean
-    over layers. ``balance_loss`` is the balancing loss without its coefficient, as mean over layers, if it is on; it is
-    1 for even shares.
+    None for a single rank. ``max_load`` and ``min_load`` are the largest and the smallest number of tokens of an expert
+    in any layer, relative to an even load. ``entropy`` is the entropy of the experts' shares relative to even shares,
+    averaged over the layers. ``balance_loss`` is the balancing loss without its coefficient, averaged over the layers;
+    it is 1 for even shares, and absent if the balancing loss is off.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for router in mine:

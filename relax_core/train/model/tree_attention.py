@@ -1,17 +1,17 @@
-"""Prepares this rank's rows of a packed stream and their attention, in which a row attends only to its own path.
+"""Prepares this rank's rows of a packed stream and their attention; a row attends only to rows on its path.
 
-Attention reads only ``end`` of a layout. On a CPU it uses causal runs without a mask if that is cheaper
-(branch_attention.py), and one masked call (`MaskedGrid`) otherwise. On a GPU it uses FlexAttention, planned in blocks
+The attention plan depends only on ``end`` of a layout. A CPU uses causal runs without a mask if they are cheaper
+(branch_attention.py), otherwise one masked call (`MaskedGrid`). A GPU uses FlexAttention, which is planned in blocks
 without a mask.
 
-A row q sees a row k if and only if k <= q < end[k]. FlexAttention skips every block of 128 queries and 128 keys in
-which no query sees a key. It computes a block without the rule if every query sees every key, and applies the rule to
-every pair of the other blocks. The plan is made from the least and the greatest row and end of each block, so it takes
-a few bytes for each pair of blocks, while torch's own `create_block_mask` first applies the rule to every pair of rows.
+A row q sees a row k if and only if k <= q < end[k]. FlexAttention works on blocks of 128 queries and 128 keys. It skips
+a block if no query sees a key. It computes a block without the rule if every query sees every key. In all other blocks
+it applies the rule to every pair. The plan uses only the least and the greatest row and end of each block and takes a
+few bytes per block. torch's `create_block_mask` would apply the rule to every pair of rows.
 
-No GPU has run the FlexAttention path. On a CPU the rule and the blocks are tested against torch's own, and the graphs
-that torch captures are tested against a dense mask, forward and backward. The GPU kernels that torch compiles are not
-tested.
+The FlexAttention path has not run on a GPU yet. On a CPU, tests compare the rule and the blocks with torch's
+`create_block_mask`, and the graphs that torch captures with a dense mask, forward and backward. The GPU kernels that
+torch compiles are not tested.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ BLOCK = 128  # The number of query rows and of key rows of a block.
 
 @dataclass(frozen=True, slots=True)
 class FlexBlocks:
-    """Holds the blocks that are computed and the rule for pairs of rows."""
+    """Holds the blocks to compute and the visibility rule for pairs of rows."""
 
     mask: BlockMask
 
     @staticmethod
     def of(end: np.ndarray, sharding: RowSharding, *, padded: int, device: torch.device) -> FlexBlocks:
-        """Plans this rank's rows of a stream of ``padded`` rows against all ranks' rows, which follow rank by rank.
+        """Plans the attention of this rank's rows to all ranks' rows, in rank order.
 
-        ``end`` is int64 ``[rows]``. A pad is a tree of its own.
+        The padded stream has ``padded`` rows.
+
+        ``end`` is int64 ``[rows]``. Each pad is a separate tree.
         """
         ends = np.append(end, np.arange(len(end), padded) + 1)
         key_rows = np.argsort(sharding.gathered_order(padded))
@@ -70,7 +72,7 @@ class FlexBlocks:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    """Returns FlexAttention compiled to one kernel, because uncompiled it holds all scores in memory.
+    """Returns FlexAttention compiled to one kernel; uncompiled FlexAttention keeps all scores in memory.
 
     With `fullgraph` torch raises an error instead of falling back to the uncompiled function. Without CUDA it returns
     `dense_attention`, which reads the same blocks, because torch has no FlexAttention with a gradient there.
@@ -134,9 +136,10 @@ def _block_mask(query_rows: np.ndarray, key_rows: np.ndarray, key_ends: np.ndarr
 
 
 def _blocks(query_rows: np.ndarray, key_rows: np.ndarray, key_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns blocks in which some query may see some key, and whole blocks in which every query sees every key.
+    """Returns the blocks where some query may see some key, and the blocks where every query sees every key.
 
-    Both are bool ``[query blocks, key blocks]``. The first is exact if the rows of each block are adjacent.
+    Both arrays are bool ``[query blocks, key blocks]``. The first array is exact if the rows of each block are
+    adjacent.
     """
     first_query, last_query = _least(query_rows)[:, None], _greatest(query_rows)[:, None]
     some = (_least(key_rows) <= last_query) & (first_query < _greatest(key_ends))
@@ -146,9 +149,9 @@ def _blocks(query_rows: np.ndarray, key_rows: np.ndarray, key_ends: np.ndarray) 
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the number of key blocks of each query block, and the key blocks themselves, the counted blocks first.
+    """Returns each query block's number of key blocks to compute, and the key blocks with these blocks first.
 
-    They are int32 ``[1, 1, query blocks]`` and int32 ``[1, 1, query blocks, key blocks]``.
+    The results are int32 ``[1, 1, query blocks]`` and int32 ``[1, 1, query blocks, key blocks]``.
     """
     counts = blocks.sum(axis=1, dtype=np.int32)
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
@@ -165,10 +168,10 @@ def _greatest(rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Maps rows to a grid with one line for each tree.
+    """Maps stream rows to a grid with one line for each tree.
 
     ``row_of_position`` is int64 ``[lines * width]``; a pad copies some row. ``position_of_row`` is int64 ``[rows]``.
-    Both are None if the stream is the grid.
+    Both are None if stream and grid have the same order.
     """
 
     lines: int
@@ -203,7 +206,7 @@ class Attention(Protocol):
 class MaskedGrid:
     """Computes attention in one call with a mask, for small streams on a CPU.
 
-    Its memory is the square of the largest tree, times the number of trees.
+    It needs memory for the squared length of the largest tree, times the number of trees.
     """
 
     queries: Grid
@@ -230,24 +233,24 @@ class MaskedGrid:
     ) -> MaskedGrid:
         """Builds the grid of a context-parallel rank: its rows as queries against all rows of the same trees.
 
-        The queries stand on lines of the trees that they belong to. The keys follow rank by rank.
+        Each query is on the line of its tree. The keys are in rank order.
         """
         layout, stream = _GridLayout.of(end), len(end)
         width = layout.ends.shape[1]
         mine = sharding.rows_of_rank(padded)
         real = mine[mine < stream]
         if not len(real):
-            real = np.zeros(1, dtype=np.int64)  # a rank that has only pads copies row 0
+            real = np.zeros(1, dtype=np.int64)  # a rank with only pads copies row 0
         pads = len(mine) - len(real)
         trees, line = np.unique(layout.position[real] // width, return_inverse=True)
-        # Rows come in the order of the stream, so the rows of a line are adjacent.
+        # Rows are in stream order, so the rows of a line are adjacent.
         in_line = np.bincount(line)
         column = np.arange(len(real)) - np.repeat(np.cumsum(in_line) - in_line, in_line)
         query_width = int(in_line.max())
         query_positions = line * query_width + column
 
         query_rows = np.zeros(len(trees) * query_width, dtype=np.int64)
-        columns = query_rows.copy()  # a pad sees what the first row of its tree sees
+        columns = query_rows.copy()  # A pad sees the same keys as the first row of its tree.
         query_rows[query_positions] = np.arange(len(real))  # real rows come before the pads
         columns[query_positions] = layout.position[real] % width
         key_rows = np.zeros(layout.ends.shape, dtype=np.int64)
@@ -286,7 +289,8 @@ class _GridLayout:
     """Lays a stream out on a grid with one line for each tree, as wide as the largest tree.
 
     ``position`` int64 ``[rows]`` is the flat position of each row. ``ends`` int64 ``[trees, width]`` is the column
-    after each row's subtree. A pad ends with its line, so it sees itself and its softmax is finite. No row sees it.
+    after each row's subtree. The end of a pad is the end of its line, so the pad sees itself and its softmax is finite.
+    No row sees a pad.
     """
 
     position: np.ndarray
@@ -318,12 +322,12 @@ def _mask(query_columns: Tensor, key_ends: Tensor, dtype: torch.dtype) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
-    """Holds a micro-batch: ``groups``, their ``layout``, and this rank's rows of it as tensors, with their attention.
+    """Holds a micro-batch: ``groups``, their ``layout``, and this rank's rows as tensors with their attention.
 
-    Rows are padded at the end (`RowSharding`). A pad is computed like any other row, but nothing reads its result.
-    Without context parallelism the local tokens are all tokens. A batch without groups holds one padding token with
-    zero loss, so that the other ranks' collectives (experts, an interleaved pipeline, overlapped gradients) can
-    complete.
+    Rows are padded at the end (`RowSharding`). A pad is computed like any other row, but its result is never read.
+    Without context parallelism the local tokens are all tokens. A batch without groups has one padding token with zero
+    loss, because other ranks' collectives (experts, an interleaved pipeline, overlapped gradients) need this rank's
+    part.
     """
 
     layout: TreeLayout
@@ -333,7 +337,7 @@ class TreeBatch:
     targets: Tensor  # int64 [local tokens]
     max_position: int
     padded_rows: int  # rows of the whole stream
-    attention: Attention  # its keys are the rows of all context-parallel ranks, which a BranchPlan gathers by itself
+    attention: Attention  # the keys are the rows of all context-parallel ranks; a BranchPlan gathers them itself
     groups: Sequence[TokenTree] = ()
     sharding: RowSharding = WHOLE
     tokens: TokenSharding | None = None  # None without context parallelism
@@ -341,7 +345,8 @@ class TreeBatch:
     rotary: Tensor | None = None  # float32 [3, rows]; None if all three rotary positions are `positions`
     media: MediaInputs | None = None  # on the first pipeline stage, if this rank has rows of an item
     levels: SegmentLevels | None = None  # for a model with a gated delta net
-    stream_places: Tensor | None = None  # int64 [rows], with `levels`, unless this rank has the stream without pads
+    # int64 [rows]; None without `levels`, or if this rank has exactly the stream's rows
+    stream_places: Tensor | None = None
     gathered_rows: Tensor | None = None  # int64 [rows of the stream], with `levels` and context parallelism
 
     @staticmethod
@@ -382,7 +387,7 @@ class TreeBatch:
     def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
         """Expands ``[chosen rows, …]`` to ``[tokens, …]``.
 
-        A token that was not chosen gets its value of ``otherwise`` ``[tokens, …]`` and no gradient.
+        A token that was not chosen gets its value in ``otherwise`` ``[tokens, …]`` and no gradient.
         """
         if self.layout.token_positions is None:
             return of_chosen
@@ -392,7 +397,7 @@ class TreeBatch:
         return torch.where(present, values, otherwise.to(values.dtype))
 
     def with_levels(self, net: DeltaNet | None) -> TreeBatch:
-        """Returns the batch with the inputs of a gated delta net: the levels of the layout, and the rows of this rank.
+        """Returns the batch with inputs for gated delta nets: the layout's levels, and the indexes of this rank's rows.
 
         Returns the batch itself for a model without a gated delta net.
         """
@@ -416,7 +421,8 @@ class TreeBatch:
         """
         if self.sharding.group is not None and not isinstance(self.attention, BranchPlan):
             both = torch.cat([key, value], dim=-1)
-            # The backward pass of the gather sums the ranks' gradients and returns to each rank those of its own rows.
+            # The backward pass of the gather sums the ranks' gradients and returns to each rank the sums for its own
+            # rows.
             gathered = gather_from_sequence_parallel_region(both, group=self.sharding.group)
             key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
         of_products = (tensor.to(attention_dtype(tensor.dtype)) for tensor in (query, key, value))

@@ -1,4 +1,4 @@
-"""The client `anthropic`: Messages, plain and streamed."""
+"""Holds conversations with the client `anthropic`: Messages, plain and streamed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def messages(stream: bool) -> str:
 
 
 def engine() -> str:
-    """Asks the builtin model new questions until it calls the tool, then continues that conversation to four turns."""
+    """Asks the builtin model new questions until it calls the tool. Then continues this conversation to four turns."""
     client = Anthropic()
     tools: Any = [{"name": "multiply", "description": PRODUCT, "input_schema": PRODUCT_PARAMETERS}]
     history: list[Any] = [{"role": "user", "content": question(0)}]

@@ -22,7 +22,7 @@ PARAMETERS = {
     "required": ["expression"],
 }
 
-# The tool that the builtin model tiny_qwen3_tools knows and calls in some of its answers.
+# The builtin model tiny_qwen3_tools knows this tool and calls it in some of its answers.
 PRODUCT = "Returns the product of two whole numbers."
 PRODUCT_PARAMETERS = {
     "type": "object",

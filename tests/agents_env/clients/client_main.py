@@ -1,7 +1,7 @@
 """Holds conversations with a client library in the agents' environment: ``python client_main.py MODULE``.
 
 Each line of stdin is a JSON object {"mode", "url", "key"}; each line of stdout is the program's result, as {"answer":
-text} or {"error": text}. It imports only the module of the one library, and nothing of Relax.
+text} or {"error": text}. The program imports only the module of this library, and nothing of Relax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import traceback
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "w")  # libraries print to stdout, which now goes to stderr
+    out = os.fdopen(os.dup(1), "w")  # from now on, prints of libraries go to stderr
     os.dup2(2, 1)
     module = importlib.import_module(sys.argv[1])
     print(json.dumps({"ready": sorted(module.MODES)}), file=out, flush=True)

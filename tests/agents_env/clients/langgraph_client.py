@@ -1,4 +1,4 @@
-"""The library `langgraph`: the agent over Chat Completions, Responses and Messages, plain and streamed."""
+"""Holds conversations with an agent of `langgraph`: Chat Completions, Responses and Messages, plain and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library `openai-agents`: its runner over Chat Completions and Responses, plain and streamed."""
+"""Holds conversations with the runner of `openai-agents`: Chat Completions and Responses, plain and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client `openai`: Chat Completions and Responses, plain and streamed, as its own readme uses them."""
+"""Holds conversations with the client `openai` like its readme: Chat Completions and Responses, plain and streamed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chat(stream: bool) -> str:
 
 
 def responses(stream: bool, *, by_id: bool = False) -> str:
-    """Runs the conversation. With ``by_id``, a request names the previous answer and sends only new items."""
+    """Holds the conversation. With ``by_id``, a request names the previous answer and sends only new items."""
     client = OpenAI()
     items: list[Any] = [{"role": "user", "content": TASK}]
     more: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def responses(stream: bool, *, by_id: bool = False) -> str:
 
 
 def engine() -> str:
-    """Asks the builtin model new questions until it calls the tool, then continues that conversation to four turns."""
+    """Asks the builtin model new questions until it calls the tool. Then continues this conversation to four turns."""
     client = OpenAI()
     tools: Any = [
         {"type": "function", "function": {"name": "multiply", "description": PRODUCT, "parameters": PRODUCT_PARAMETERS}}

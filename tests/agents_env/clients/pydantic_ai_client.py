@@ -1,4 +1,4 @@
-"""The library `pydantic-ai`: an agent over Chat Completions, Responses and Messages, plain and streamed."""
+"""Holds conversations with an agent of `pydantic-ai`: Chat Completions, Responses and Messages, plain and streamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def run(kind: str, *, stream: bool) -> str:
 
 
 async def read_all(context: Any, events: AsyncIterable[Any]) -> None:
-    """Reads all events; with an event handler, each request of the run is streamed."""
+    """Reads all events. With an event handler, pydantic-ai streams each request of the run."""
     async for _ in events:
         pass
 

@@ -1,4 +1,4 @@
-"""The library `smolagents`: its tool agent, which rewrites answers, and its code agent, plain and streamed."""
+"""Holds conversations with `smolagents`: its tool agent (rewrites answers) and its code agent, plain and streamed."""
 
 from __future__ import annotations
 

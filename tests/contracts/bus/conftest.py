@@ -1,7 +1,7 @@
-"""The contract suite of the bus runs on every backend of `create_bus`.
+"""Runs the contract suite of the bus on every backend of `create_bus`.
 
-To test another backend, add it to `relax_core.bus.factory.BACKENDS` and run ``pytest tests/contracts/bus``. No test
-here depends on the implementation of a backend.
+To test a new backend, add it to `relax_core.bus.factory.BACKENDS` and run ``pytest tests/contracts/bus``. The tests do
+not depend on the implementation of a backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="package")
 def plane(ray_session: str) -> Iterator[DataPlane]:
-    """Yields one data plane for all buses of bus=transfer_queue in this folder, because it takes seconds to start."""
+    """Yields one data plane for all buses of bus=transfer_queue in this folder, because its start takes seconds."""
     from relax_core.bus.transfer_queue_plane import DataPlane  # imported late because it imports Ray
 
     plane = DataPlane(folder=Path(tempfile.gettempdir()))
@@ -41,7 +41,7 @@ def plane(ray_session: str) -> Iterator[DataPlane]:
 def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -> Iterator[Callable[..., BlockingBus]]:
     """Yields ``make_bus(**changes)``, which starts a new bus.
 
-    By default it has 2 groups of 2 samples per step, staleness 1, and payloads inline up to 1 KB.
+    By default the bus has 2 groups of 2 samples per step, staleness 1, and inline payloads up to 1 KB.
     """
     made: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Tests of many callers at once, in threads: each gets an answer, and none hangs."""
+"""Tests many concurrent callers in threads: each caller gets an answer, and no caller hangs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
 
 
 def _await_waits(bus: BlockingBus, count: int) -> None:
-    """Waits until ``count`` calls wait in the bus."""
+    """Blocks until ``count`` calls wait in the bus."""
     deadline = time.monotonic() + T
     while len(waits := bus.waits(timeout_s=T)) < count:
         assert time.monotonic() < deadline, waits
@@ -122,7 +122,7 @@ def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
 
 
 def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> None:
-    """The waiting admit of a killed process stays in the bus and must not take the successor's credits."""
+    """The admit call of a killed process still waits in the bus. It must not take the successor's credits."""
     bus = make_bus()
     while len(bus.admit(100, timeout_s=T)) == 100:
         pass
@@ -160,7 +160,7 @@ def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_the
 
 
 def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
-    """With 3 steps of 2 groups, each of two workers may have 3 groups in flight. Finished groups do not count."""
+    """With 3 steps of 2 groups, each of two workers may have 3 groups in flight, without finished groups."""
     bus = make_bus(groups_per_step=2, max_staleness=1, rollout_workers=2)
     first = bus.admit(100, worker=0, timeout_s=T)
     assert len(first) == 3

@@ -1,4 +1,4 @@
-"""Tests that errors arrive with their own type and name the cause."""
+"""Tests that errors arrive with the right type and name the cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_deadline_is_kept_and_names_the_blocker(make_bus: MakeBus) -> None:
     with pytest.raises(BusTimeout) as caught:
         bus.lease(wanted, timeout_s=0.3)
     assert monotonic() - start >= 0.3
-    assert re.sub(r"\d+(\.\d)? s", "… s", str(caught.value)) == (  # the time may be longer on a paused machine
+    assert re.sub(r"\d+(\.\d)? s", "… s", str(caught.value)) == (  # the printed time may be longer on a paused machine
         "actor waits for 4 groups at step 0 for … s: "
         "2 in flight in rollout (oldest g00000000, admitted … s ago), 2 lack column advantages (first g00000002)"
     )
@@ -65,7 +65,7 @@ def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
 
 
 def test_a_leased_group_that_has_ended_is_not_read(make_bus: MakeBus) -> None:
-    """A worker may hold a group while the trainer leases and trains it."""
+    """A worker may still have a lease on a group that the trainer leases and trains."""
     bus = make_bus(groups_per_step=1, max_staleness=0)
     (old,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(old)], timeout_s=T)

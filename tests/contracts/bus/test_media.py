@@ -1,4 +1,4 @@
-"""Tests that media items are stored once, stay as long as they are in use, and are then removed.
+"""Tests that media items are stored once, stay while they are in use, and are then removed.
 
 Each test runs with one folder shared by all nodes, and with a folder for each node.
 """
@@ -121,7 +121,7 @@ def test_holds_are_of_one_worker_and_missing_items_are_named(
     bus.release_items([item.digest], worker=0, timeout_s=T)
     assert is_stored(bus, item)
     bus.release_items([item.digest], worker=1, timeout_s=T)
-    for _ in range(20):  # a started removal never removes an item that a worker has begun to hold again
+    for _ in range(20):  # a removal in progress never removes an item that a worker acquires again
         if bus.hold(held(item), timeout_s=T):
             make_item(folder, 1)
             assert bus.hold(held(item), timeout_s=T) == []
@@ -140,7 +140,7 @@ def test_items_of_a_lost_worker_stay_until_its_groups_are_complete(
     bus.admit(2, worker=0, timeout_s=T)
     assert bus.hold(held(prompt, cached), worker=0, timeout_s=T) == []
     first, second = bus.reclaim(worker=0, timeout_s=T)
-    make_item(folder, 1)  # the successor encodes its prompt again
+    make_item(folder, 1)  # the worker's successor encodes the prompt again
     assert bus.hold(held(prompt), worker=0, timeout_s=T) == []
     bus.put([make_row(first, columns=media_columns([prompt]))], timeout_s=T)
     assert is_stored(bus, cached)

@@ -1,4 +1,4 @@
-"""Tests of snapshots: open groups are issued again, each once and first, and trained groups stay trained."""
+"""Tests snapshots: a restored bus issues each open group again once, before new groups. Trained groups stay trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = 60.0
 
 
 def _train_step(bus: BlockingBus, step: int) -> list[str]:
-    """Trains one whole step and returns its samples."""
+    """Trains one complete step and returns its samples."""
     version = bus.progress(timeout_s=T).version
     assert version == step
     lease = bus.lease(for_actor(step), timeout_s=T)
@@ -28,7 +28,7 @@ def test_open_groups_come_first_and_each_once(make_bus: MakeBus) -> None:
     half_dropped = make_row(admissions[3], dropped={uids_of(admissions[3])[0]: "reward failed"})
     bus.put([*(make_row(admission) for admission in admissions[:3]), half_dropped], timeout_s=T)
     trained = _train_step(bus, 0)
-    bus.lease(for_actor(1), timeout_s=T)  # held when the snapshot is taken
+    bus.lease(for_actor(1), timeout_s=T)  # this lease exists when the snapshot is taken
     snapshot = bus.snapshot(timeout_s=T)
     at_cut = bus.progress(timeout_s=T)
 

@@ -1,4 +1,4 @@
-"""Tests of the waits in the bus: which task waits, for what, and which task must act."""
+"""Tests the report of waits in the bus: which task waits, what it waits for, and which task must act."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> Non
         assert waits["rollout"].owed_by == ["actor"]
         assert all(0.0 <= wait.since_s < T for wait in waits.values())
         bus.put([make_row(second)], timeout_s=T)
-        assert waits_of(bus, 3)["actor"].owed_by == ["advantages"]  # groups held for later weights owe nothing yet
+        assert waits_of(bus, 3)["actor"].owed_by == ["advantages"]  # groups that wait for later weights owe nothing yet
         bus.close(reason="the end", timeout_s=T)
         assert all(call.exception(timeout=T) is not None for call in calls)
     assert bus.waits(timeout_s=T) == []
@@ -113,12 +113,12 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
     assert (change.version, change.retired) == (1, [slow.group_uid])
     assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
     assert bus.wait_version(-1, worker=1, timeout_s=T).retired == [], "it was never this worker's"
-    bus.put([make_row(slow)], timeout_s=T)  # late: its group has ended
+    bus.put([make_row(slow)], timeout_s=T)  # this put comes late: the group has ended
     assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
 
 
 def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
-    """The second worker's groups end with both steps, and it calls after each step.
+    """The second worker's groups end in both steps. This worker calls after each step.
 
     The third worker calls once, after both.
     """

@@ -1,4 +1,4 @@
-"""Starts the engines under test: processes with a tiny random Qwen3, one of each kind per session, others on demand."""
+"""Starts the tested engines, with a tiny random Qwen3: one process of each kind per session, more on demand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
-    """Starts the session's engine of each kind on first use; it serves the weights of the model folder."""
+    """Starts the session's engine of each kind on first use. The engine serves the weights of the model folder."""
     processes: dict[str, EngineProcess] = {}
     with Started() as started:
 
@@ -82,17 +82,17 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
 
 @pytest.fixture(scope="session", params=ENGINES)
 def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
-    """Returns the session's engine of one kind; a test that changes it restores it."""
+    """Returns the session's engine of one kind. A test that changes the engine must restore it."""
     return engines(request.param)
 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts embedded engines for one test, with the test's launch if it gives one; keywords replace its fields."""
+    """Starts embedded engines for one test, by default with the fixture's launch. Keywords replace fields."""
     started: list[tuple[EngineLaunch | None, EngineProcess]] = []
 
     def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
-        """Starts an engine; with ``after`` it replaces an ended process."""
+        """Starts an engine. With ``after`` the engine replaces an ended process."""
         wanted = replace(given, **changes)  # type: ignore[arg-type]
         if after is None and not changes:
             started.append((wanted, SPARE_ENGINES.start(wanted)))

@@ -35,15 +35,15 @@ TOKEN = "token-of-the-run"
 VOCAB = 50
 EOS = 3
 CONTEXT = 32768
-LONG = 30000  # tokens: decoding takes many seconds, so that a test can act in the middle of a request
+LONG = 30000  # tokens; decoding takes many seconds, so a test can act during a request
 GONE_S = 2.0
 
 
 class Started:
-    """Starts engines with temporary files in one folder, so that a test can check the remaining files.
+    """Starts engines with temporary files in one folder, so a test can check the remaining files.
 
-    It is a context manager. In shared memory it checks the names that SGLang chooses, and names with that of an
-    engine's folder.
+    Use it as a context manager. In shared memory it checks names that SGLang chooses, and names that contain the name
+    of an engine's folder.
     """
 
     def __enter__(self) -> Started:
@@ -64,9 +64,9 @@ class Started:
         return process
 
     def left(self) -> set[str]:
-        """Returns new files that do not disappear by themselves.
+        """Returns new files that remain.
 
-        A process that creates a semaphore has its name in shared memory for a moment.
+        While a process creates a semaphore, the semaphore's name is in shared memory for a moment.
         """
         deadline = time.monotonic() + GONE_S
         while (found := self._found()) and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ class Started:
 
 
 def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
-    """Makes a random Qwen3 whose distributions are far from flat, and saves it if a folder is given."""
+    """Makes a random Qwen3 with distributions far from flat, and saves it if a folder is given."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
 
 
 def make_moe_model(folder: Path | None, *, seed: int) -> Any:
-    """Makes a random Qwen3-MoE of 8 experts, 2 a token, with an untied head, because SGLang's has no tied head."""
+    """Makes a random Qwen3-MoE of 8 experts, 2 per token. The head is untied, because SGLang has no tied head."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def make_moe_model(folder: Path | None, *, seed: int) -> Any:
 
 
 def _spread(model: Any, folder: Path | None) -> Any:
-    """Moves the model's distributions away from flat, and saves it if a folder is given."""
+    """Moves the model's distributions away from flat, and saves the model if a folder is given."""
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +142,7 @@ def _spread(model: Any, folder: Path | None) -> Any:
 
 
 def hf_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the model's weights as exported by a trainer, with a tied head only once."""
+    """Returns the model's weights in the form that a trainer exports: a tied head only once."""
     tied = model.config.tie_word_embeddings
     return [(name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")]
 
@@ -190,7 +190,7 @@ class Engine:
         return int(self.client.model_info()["weight_version"])
 
     def flush(self) -> None:
-        """Empties SGLang's prefix cache, which does not separate raw requests of different weight versions."""
+        """Empties SGLang's prefix cache, because raw requests of different weight versions share this cache."""
         deadline = time.monotonic() + 30.0
         while self.call("/flush_cache")[0] != 200:  # requests are still running
             assert time.monotonic() < deadline
@@ -213,7 +213,7 @@ class Engine:
         token: str | None = TOKEN,
         body: bytes | None = None,
     ) -> tuple[int, Any]:
-        """Sends one request on a new connection; returns the status and the decoded answer."""
+        """Sends one request on a new connection. Returns the status and the decoded response."""
         connection = self.connection()
         headers = {"Content-Type": "application/json"}
         if token is not None:
@@ -225,11 +225,11 @@ class Engine:
         connection.close()
         try:
             return status, json.loads(answer)
-        except ValueError:  # some answers of SGLang are plain text or empty
+        except ValueError:  # some responses of SGLang are plain text or empty
             return status, answer.decode()
 
     def post(self, path: str, payload: Any = None) -> Any:
-        """Returns the answer of a call that must succeed."""
+        """Sends a request that must succeed, and returns the response."""
         status, answer = self.call(path, payload)
         assert status == 200, answer
         return answer
@@ -254,7 +254,7 @@ class Engine:
 
     @contextmanager
     def stream(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yields the server-sent events of a /generate; leaving the block early closes the connection."""
+        """Yields the server-sent events of a /generate request. Leaving the block early closes the connection."""
         connection = self.connection()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
         connection.request("POST", "/generate", json.dumps({**payload, "stream": True}).encode(), headers)
@@ -275,7 +275,7 @@ class Engine:
 
 
 def long_request(rid: str, *, tokens: int = LONG, **fields: Any) -> dict[str, Any]:
-    """Returns a /generate body of one sample that stops only at ``tokens`` tokens."""
+    """Returns a /generate body for one sample that ends only after ``tokens`` tokens."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
     return {"rid": rid, "input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, **fields}
 

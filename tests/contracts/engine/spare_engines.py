@@ -1,4 +1,4 @@
-"""Reuses engine processes: keeps those that a test left unchanged for the next test with the same launch."""
+"""Reuses engine processes: keeps an engine that a test left unchanged for the next test with the same launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import Engine
 
-MOST = 4  # idle processes
+MOST = 4  # maximum idle processes
 QUIET_S = 5.0
 
 
@@ -19,7 +19,7 @@ class SpareEngines:
         self._spare: list[tuple[EngineLaunch, EngineProcess]] = []
 
     def start(self, launch: EngineLaunch) -> EngineProcess:
-        """Returns a process of this launch, which may have served an earlier test."""
+        """Returns a process of this launch. The process may have served an earlier test."""
         for place, (other_launch, process) in enumerate(self._spare):
             if other_launch == launch and process.poll() is None:
                 del self._spare[place]
@@ -27,7 +27,7 @@ class SpareEngines:
         return EngineProcess.start(launch)
 
     def take_back(self, launch: EngineLaunch, process: EngineProcess) -> None:
-        """Keeps the process if it is unchanged, else ends it."""
+        """Keeps the process if it is unchanged, otherwise ends it."""
         if not launch.load_weights or not _is_as_it_started(process):
             process.stop(timeout_s=5.0)
             return
@@ -42,7 +42,7 @@ class SpareEngines:
 
 
 def _is_as_it_started(process: EngineProcess) -> bool:
-    """Resumes the engine, aborts its requests, and returns whether it has its first weights."""
+    """Resumes the engine, aborts its requests, and returns whether the engine still has its first weights."""
     if process.poll() is not None:
         return False
     engine = Engine(process)

@@ -1,4 +1,4 @@
-"""Tests aborts, which return the generated tokens, the three pause modes, and the release of memory."""
+"""Tests aborts (they return the generated tokens), the three pause modes, and the release of memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reader:
 
 
 def undisturbed(engine: Engine, tokens: int) -> list[int]:
-    """Returns the same sample without an interruption."""
+    """Generates the same sample without an interruption."""
     ids: list[int] = engine.post("/generate", long_request("calm", tokens=tokens))["output_ids"]
     return ids
 
@@ -129,11 +129,11 @@ def test_pause_update_resume_marks_the_versions(start_engine: Any, tmp_path: Pat
 
 
 def test_retract_goes_on_as_if_nothing_had_happened(engine: Engine) -> None:
-    """Under the same weights the cache is recomputed, and the tokens equal those of a run without interruption."""
+    """With the same weights, the engine recomputes the cache, and the tokens equal the tokens without interruption."""
     with engine.stream(long_request("retracted")) as events:
         retracted = Reader(events).read(20)
         engine.client.pause("retract")
-        if engine.kind == "embedded":  # SGLang's load report is some steps old
+        if engine.kind == "embedded":  # SGLang's load report is some steps late
             load = engine.client.loads()
             assert (load["running"], load["queued"]) == (0, 1)
         engine.client.resume()

@@ -1,4 +1,4 @@
-"""Tests that many simultaneous requests, more than fit, get the same answers as single requests."""
+"""Tests that many concurrent requests, more than fit into a batch, get the same responses as single requests."""
 
 from __future__ import annotations
 

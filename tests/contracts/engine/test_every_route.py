@@ -1,6 +1,6 @@
-"""Sends requests of every kind to every route of the embedded engine, which answers each and continues unchanged.
+"""Sends requests of every kind to every route of the embedded engine. It must answer each request and stay unchanged.
 
-Concurrent requests must get the same tokens as alone.
+Concurrent requests must get the same tokens as single requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.contracts.engine.harness import TOKEN, VOCAB, Engine, random_prompt
 
 CONTEXT = 256
 ANSWERS_S = 60.0
-MAY_BE_UNREADY = ("/health_generate",)  # not ready while the engine is paused
+MAY_BE_UNREADY = ("/health_generate",)  # may report "not ready" while the engine is paused
 OTHERS = {
     "input_ids": [random_prompt(12), random_prompt(5, seed=1)],
     "sampling_params": [
@@ -144,7 +144,7 @@ CONTROL = {
     ),
     "/end_weight_update": whole_body_of(weight_version=VERSION, digest=st.just("")),
     "/update_weight_version": whole_body_of(new_version=VERSION),
-    "/init_weights_update_group": whole_body_of(  # of an impossible size, else the engine waits for the group
+    "/init_weights_update_group": whole_body_of(  # an impossible size, because otherwise the engine waits for the group
         master_address=st.just("127.0.0.1"),
         master_port=st.integers(0, 70000),
         rank_offset=st.integers(-1, 3),
@@ -188,7 +188,7 @@ def engine(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 class Neighbour:
-    """Repeats the same request and compares the tokens; an aborted response must be a prefix of them."""
+    """Repeats the same request and compares the tokens. An aborted response must be a prefix of these tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.compared = 0
@@ -207,7 +207,7 @@ class Neighbour:
                     if ids != whole[: len(ids)]:
                         self.wrong.append((ids, whole))
                 self.compared += found == self._expected
-        except Exception as error:  # raised by the test later
+        except Exception as error:  # the test raises it later
             self.wrong.append(error)
 
     def end(self) -> None:
@@ -223,7 +223,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture
 def neighbour(engine: Engine) -> Iterator[Neighbour]:
-    """Runs other requests during the test and checks afterwards that the engine is the same process."""
+    """Sends other requests during the test. Checks afterwards that the engine is still the same process."""
     begun = Neighbour(engine)
     yield begun
     begun.end()
@@ -239,7 +239,7 @@ def request(
     token: bool = True,
     whole: bool = True,
 ) -> bytes:
-    """Returns a request's bytes; with ``whole`` the length of the body agrees with the head."""
+    """Returns a request's bytes. With ``whole`` the length of the body agrees with the head."""
     lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % header for header in headers), b"connection: close"]
     if token:
         lines.append(b"authorization: Bearer %s" % TOKEN.encode())
@@ -248,7 +248,7 @@ def request(
 
 
 def status_of(engine: Engine, data: bytes, *, whole: bool = True) -> int | None:
-    """Returns the answer's status, or None without an answer; ``whole`` says that the request is complete."""
+    """Returns the response's status, or None without a response. ``whole`` says that the request is complete."""
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
         client.settimeout(ANSWERS_S)
         client.sendall(data)
@@ -258,7 +258,7 @@ def status_of(engine: Engine, data: bytes, *, whole: bool = True) -> int | None:
         try:
             while part := client.recv(1 << 16):
                 found += part
-        except ConnectionResetError:  # the engine closed the connection before it read everything
+        except ConnectionResetError:  # the engine closed the connection before it read the complete request
             pass
     found = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     return int(found.split()[1]) if found else None
@@ -293,7 +293,7 @@ def test_generate(engine: Engine, neighbour: Neighbour) -> None:
 def controls(engine: Engine, asked: tuple[str, Any], headers: list[tuple[bytes, bytes]]) -> None:
     path, body = asked
     if isinstance(body, dict) and body.get("abort_all") is True:
-        return  # it would abort all requests
+        return  # this body would abort all requests
     engine.post("/begin_weight_update")
     try:
         check(status_of(engine, request(b"POST", path.encode(), headers, encoded(body, "json"))), path, body)
@@ -329,7 +329,7 @@ def asks(
     body: bytes,
     whole: bool,
 ) -> None:
-    """Sends requests without the token, with any bytes, and with bodies that never arrive as a whole."""
+    """Sends requests without the token, requests of any bytes, and requests with incomplete bodies."""
     data = request(method, path + more, headers, body, token=False, whole=whole)
     status = status_of(engine, data, whole=whole)
     if status is None:
@@ -345,7 +345,7 @@ def test_anything_without_the_token(engine: Engine, neighbour: Neighbour) -> Non
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def sends(engine: Engine, data: bytes, head: bool) -> None:
-    """Sends arbitrary bytes, which may be no HTTP."""
+    """Sends arbitrary bytes, usually no valid HTTP."""
     data = b"POST /generate HTTP/1.1\r\n" + data if head else data
     status = status_of(engine, data, whole=False)
     assert status is None or status < 500
@@ -356,6 +356,6 @@ def test_any_bytes(engine: Engine, neighbour: Neighbour) -> None:
 
 
 def test_answers_are_json_that_all_can_read(engine: Engine) -> None:
-    """Greedy and scored tokens have log-probs within the range of floats."""
+    """Log-probs of greedy and scored tokens are within the range of floats."""
     reply = engine.post("/generate", {"input_ids": [5, 6], "return_logprob": True, "sampling_params": {"top_k": 1}})
     assert all(math.isfinite(logprob) for logprob, _, _ in reply["meta_info"]["output_token_logprobs"])

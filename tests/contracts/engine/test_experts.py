@@ -54,7 +54,7 @@ embedded_moe = pytest.mark.parametrize("moe", ["embedded"], indirect=True)
 
 
 def transformers_view(model: Any, prompt: Sequence[int], response: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the response's log-probs, and the sorted experts ``[prompt + response - 1, layers, top_k]``."""
+    """Returns transformers' log-probs of the response, sorted experts ``[prompt + response - 1, layers, top_k]``."""
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         output = model(ids, output_router_logits=True)
@@ -127,7 +127,7 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
     found = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4").reshape(rows, LAYERS, TOP_K)
     first = transformers_view(model, prompt, tokens)[1]
     second = transformers_view(other_model, prompt, tokens)[1]
-    fed_first = len(prompt) + change - 1  # the last token of the first weights is computed under the second weights
+    fed_first = len(prompt) + change - 1  # the second weights compute the last token that the first weights sampled
     assert 10 <= change <= len(tokens) - 10
     assert np.array_equal(np.sort(found[:fed_first], -1), first[:fed_first])
     assert np.array_equal(np.sort(found[fed_first:], -1), second[fed_first:])
@@ -163,7 +163,7 @@ def test_a_dense_model_has_none_to_tell(engine: Engine) -> None:
 
 @embedded_moe
 def test_an_engine_may_compute_in_half_precision(moe: Engine, model: Any, folder: Path, start_engine: Any) -> None:
-    """The log-probs are close to the exact values but not equal."""
+    """The log-probs are close to the exact values, but not equal."""
     half = start_engine(model_folder=folder, dtype="bfloat16")
     gaps = []
     for response in half.generate(prompts_of(*PROMPTS), WANTED):

@@ -1,4 +1,4 @@
-"""Compares families other than Qwen3 on real engines with transformers, at the start and after an attested update."""
+"""Compares model families other than Qwen3 on real engines with transformers, at the start and after an update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.family_models import make_family_model
 from relax_core.engines.build_client import build_client
 from tests.contracts.engine.harness import ENGINES, Engine, Started, publish
 
-# Biases and a tied head, as in Qwen2.5-0.5B; scaled rotary embedding and an untied head, as in Llama-3.1-8B; a head
-# size that differs from the hidden size divided by the number of heads, as in Mistral-Nemo.
+# Biases and a tied head, like Qwen2.5-0.5B. Scaled rotary embedding and an untied head, like Llama-3.1-8B. A head size
+# that is not the hidden size divided by the number of heads, like Mistral-Nemo.
 VARIANTS = ("qwen2, tied", "llama, llama3 rope", "mistral")
 
 
@@ -32,7 +32,7 @@ def test_logprobs_are_those_of_transformers(
             client = build_client(settings, process.url, model_folder=tmp_path, token_file=given.token_file)
             assert max(engine_gaps(client, models[0])) <= REACH
             client.update_weights(publish(models[1], tmp_path / "w1", version=1))
-            Engine(process, kind).flush()  # scores are requested without a version
+            Engine(process, kind).flush()  # score requests have no version
             assert client.model_info()["weight_version"] == "1"
             assert max(engine_gaps(client, models[1])) <= REACH
         finally:

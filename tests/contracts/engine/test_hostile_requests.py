@@ -1,6 +1,7 @@
-"""Tests that hostile requests harm neither the embedded engine nor other requests.
+"""Tests that hostile requests do not harm the embedded engine or other requests.
 
-Each of these requests once ended the process, its other requests or its readiness, or blocked it forever.
+In earlier versions each of these requests ended the process or its other requests, made it unready, or blocked it
+forever.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SEEDED = {
 SCORED = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
 FLATTENED = "flattened_bucket"
 IDLE = 1500
-ROOM_MB = 40  # MB of growth allowed for other reasons
+ROOM_MB = 40  # MB of allowed growth for other reasons
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def files_allowed(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def door(launch: EngineLaunch) -> Iterator[Engine]:
-    """Yields an engine with a limit of 1024 open files, the default of a shell, which it may raise."""
+    """Yields an engine with a soft limit of 1024 open files, the default of a shell. The engine may raise the limit."""
     with files_allowed(1024):
         process = EngineProcess.start(launch)
     yield Engine(process)
@@ -66,14 +67,14 @@ def door(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 def generations(engine: Engine) -> list[Any]:
-    """Returns the tokens of a greedy and of a seeded generation."""
+    """Returns the tokens of a greedy and a seeded generation."""
     replies = [engine.post("/generate", GREEDY), *engine.post("/generate", SEEDED)]
     return [reply["output_ids"] for reply in replies]
 
 
 @pytest.fixture
 def unharmed(door: Engine) -> Iterator[Engine]:
-    """Yields the engine and checks afterwards that it runs and generates the same tokens."""
+    """Yields the engine. Checks afterwards that the engine runs and generates the same tokens."""
     before = generations(door)
     yield door
     assert door.process.poll() is None and door.client.ready()
@@ -116,7 +117,7 @@ def test_numbers_and_lists_beyond_their_bounds_are_refused(
 
 
 def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> None:
-    """Each request shares a batch with a plain sample, whose log-probs do not change."""
+    """Each request shares a batch with a plain sample. The log-probs of the plain sample do not change."""
     alone = unharmed.post("/generate", SEEDED | {"return_logprob": True})
     for extreme in (
         {"top_k": MAX_TOP_K, "top_p": 5e-324},
@@ -144,7 +145,7 @@ def test_the_configuration_has_the_engines_bounds() -> None:
 def test_logits_that_are_not_finite_end_their_own_request_alone(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """A request with a NaN embedding in its prompt or response fails; others in its batch do not."""
+    """A request with a NaN embedding in its prompt or response fails. Other requests in the batch do not fail."""
     poison, model = 7, make_model(None, seed=0, tied=False)
     untied = tmp_path / "untied"
     untied.mkdir()
@@ -155,7 +156,7 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     engine.client.update_weights(publish(model, tmp_path / "weights", version=1))
     clean = {**SEEDED, "input_ids": [[5, 6], [8, 9]], "banned_token_ids": [poison]}
     full = {**SEEDED, "input_ids": [[5, 6], [8] * 400], "banned_token_ids": [poison]}
-    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # the long prompt makes all cache columns be read
+    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # attention then reads all cache columns
     expected, all_expected = (
         [reply["output_ids"] for reply in engine.post("/generate", body)] for body in (clean, full)
     )
@@ -176,7 +177,7 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
             assert "not finite" in answer["error"]["message"]
             status, answer = good.result(60)
             assert status == 200 and [reply["output_ids"] for reply in answer] == expected
-    again = engine.post("/generate", full)  # in the slots that held non-finite values
+    again = engine.post("/generate", full)  # these samples use the slots that had non-finite values
     assert [reply["output_ids"] for reply in again] == all_expected
 
 
@@ -187,7 +188,7 @@ def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
 
 
 def raw_status(engine: Engine, head: bytes, body: str) -> int:
-    """Returns the status of a request with the token and this raw head."""
+    """Sends a request with the token and this raw head, and returns the status."""
     data = body.encode()
     head += f"authorization: Bearer {TOKEN}\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
@@ -209,7 +210,7 @@ def test_a_body_that_is_nested_deep_is_refused(unharmed: Engine, nested: str) ->
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Makes folders whose weights are not regular files; returns the folder of each kind."""
+    """Makes folders with weights that are not regular files. Returns the folder of each kind."""
     found = {name: folder / name for name in ("pipe", "device", "folder", "loop", "empty", "noise")}
     for path in found.values():
         path.mkdir()
@@ -250,7 +251,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 
 
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
-    """The manifest's digest always agrees, because its sender has the token."""
+    """The manifest's digest is always right, because the sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
     first_tensor = manifest.tensors[0]
     for changed in (
@@ -328,7 +329,7 @@ def group_body(**changed: Any) -> dict[str, Any]:
 
 
 def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path) -> None:
-    """Many such groups block no update either, and their number is bounded."""
+    """Many such groups do not block an update, either. Their number is bounded."""
     with ThreadPoolExecutor(17) as pool:
         bodies = [group_body(group_name=f"lonely-{number}", timeout_s=4.0) for number in range(17)]
         calls = [pool.submit(door.call, "/init_weights_update_group", body) for body in bodies]
@@ -348,7 +349,7 @@ def test_versions_that_are_none_are_refused(unharmed: Engine, version: Any) -> N
 
 
 def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
-    """The request needs no token."""
+    """The attack needs no token."""
     before, sent = peak_mb(unharmed), 0
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)
@@ -371,7 +372,7 @@ def peak_mb(engine: Engine) -> int:
 
 
 def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
-    """Idle connections need no token. A running stream continues, and the owner's request is answered."""
+    """Idle connections need no token. A running stream continues, and the engine answers the owner's request."""
     idle: list[socket.socket] = []
     try:
         with files_allowed(IDLE + 1000), unharmed.stream(long_request("running", tokens=3000)) as events:
@@ -379,7 +380,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
             for number in range(IDLE):
                 idle.append(socket.create_connection(("127.0.0.1", unharmed.process.port)))
                 if number % 2:
-                    idle[-1].sendall(b"GET /ready HTTP/1.1\r\nx: ")  # without the rest of the request
+                    idle[-1].sendall(b"GET /ready HTTP/1.1\r\nx: ")  # sends only a part of the request
             assert unharmed.new_client().ready()
             assert unharmed.call("/health", method="GET", token=None)[0] == 200
             assert list(events)[-1]["meta_info"]["finish_reason"]["type"] == "length"
@@ -389,7 +390,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:
-    """The route needs no token, generates no tokens, and returns immediately why the engine generates none."""
+    """The route needs no token and generates no tokens. It returns immediately why the engine does not generate."""
     before = unharmed.client.loads()
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda _: unharmed.call("/health_generate", method="GET", token=None), range(200)))
@@ -398,7 +399,7 @@ def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: E
     assert (after["generated_tokens"], after["decode_steps"]) == (before["generated_tokens"], before["decode_steps"])
     unharmed.client.pause("in_place")
     status = 200
-    while status == 200:  # the last answer is cached for a second
+    while status == 200:  # the engine caches the last response for a second
         status, answer = unharmed.call("/health_generate", method="GET", token=None)
     unharmed.client.resume()
     assert status == 503 and "paused" in answer["error"]["message"]

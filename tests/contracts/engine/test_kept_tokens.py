@@ -31,7 +31,7 @@ from tests.contracts.engine.harness import (
 )
 
 TOLERANCE = 2e-5
-CLEAR = 1e-5  # tokens closer to the edge of a set may be inside or outside
+CLEAR = 1e-5  # tokens closer than this to the edge of a set may be inside or outside
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 16, 33)]
 WANTED = SamplingParams(n=4, max_new_tokens=12, return_kept_tokens=True)
 
@@ -50,9 +50,9 @@ def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: Sampl
 
 
 def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the kept sets ``[tokens, vocab]``, and the mask ``[tokens]`` of sets that rounding cannot change."""
+    """Returns kept sets ``[tokens, vocab]``, and a mask ``[tokens]`` of the sets that rounding cannot change."""
     warped = TopKLogitsWarper(params.top_k)(None, logits) if params.top_k > 0 else logits
-    before = logits if kind == "sglang" else warped  # SGLang's top_p counts the probabilities before top_k
+    before = logits if kind == "sglang" else warped  # SGLang's top_p uses the probabilities before top_k
     clear = torch.ones(len(logits), dtype=torch.bool)
     if params.top_p < 1.0:
         sums = before.softmax(-1).sort(descending=True).values.cumsum(-1)
@@ -67,7 +67,7 @@ def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tu
 
 
 def check(model: Any, response: Generated, params: SamplingParams, kind: str) -> int:
-    """Returns how many tokens' sets were compared."""
+    """Compares the sets and returns the number of compared tokens."""
     assert response.kept is not None and response.kept.vocab_size == VOCAB
     assert response.kept.fault(response.output_ids) is None
     logits = tempered_logits(model, PROMPTS[response.prompt], response.output_ids.tolist(), params)
@@ -171,7 +171,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
         kept, change = KeptTokens.of_lists(rows, vocab_size=VOCAB), spans[0]["end"]
         assert kept.fault(tokens) is None
         parts = [(model, slice(0, change))]
-        if mode == "retract":  # recomputed; "in_place" continues on the first weights' cache, which has no reference
+        if mode == "retract":  # recomputed cache; "in_place" mixes weights, so there is no reference
             parts.append((other_model, slice(change, None)))
         for weights, part in parts:
             logits = tempered_logits(weights, [5, 6, 7], tokens, TRUNCATED)[part]
@@ -182,7 +182,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
 @embedded_only
 @pytest.mark.parametrize("top_k", [0, 3, VOCAB])
 def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top_k: int) -> None:
-    """The batch also has tokens sampled from the whole vocabulary, but no banned tokens."""
+    """Some tokens in the batch were sampled from the complete vocabulary. There are no banned tokens."""
     params = msgspec.structs.replace(WANTED, top_p=0.8, temperature=0.8, banned_token_ids=[7, 8])
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [

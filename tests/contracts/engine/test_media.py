@@ -36,7 +36,7 @@ MODELS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)
     for kind, marks, names in (
         ("embedded", (), (DENSE, EXPERTS, *HYBRIDS)),
-        # SGLang's hybrids are refused before a run starts; tests/engines/sglang/media tests the dense model.
+        # Relax refuses hybrid models on SGLang before a run starts. tests/engines/sglang/media tests the dense model.
         ("sglang", pytest.mark.sglang, (EXPERTS,)),
     )
     for name in names
@@ -53,7 +53,7 @@ def vision_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     yield from start(launch, tmp_path_factory.mktemp("seeing"), name=name, kind=kind)
 
 
-# The other tests use reports of the embedded engine only; tests/engines/sglang/media has those of SGLang.
+# The other tests use reports that only the embedded engine has. tests/engines/sglang/media tests SGLang.
 ON_SGLANG = (
     "test_every_token_is_that_of_transformers",
     "test_an_item_may_stand_behind_generated_tokens",
@@ -89,7 +89,7 @@ def test_given_tokens_are_scored_as_transformers_does(vision_engine: VisionEngin
 
 
 def test_an_item_may_stand_behind_generated_tokens(vision_engine: VisionEngine) -> None:
-    """An environment answers with a picture: the second turn's prompt is the first turn followed by the picture."""
+    """An environment returns a picture: the second turn's prompt is the first turn followed by the picture."""
     params = vision_engine.params
     (first,) = vision_engine.prompts((text(4), vision_engine.seen.image(2, 3, seed=5), text(3)))
     answer = vision_engine.engine.generate([first], params)[0].output_ids.tolist()
@@ -140,7 +140,7 @@ def test_every_row_of_an_item_has_its_experts(vision_engine: VisionEngine) -> No
 
 # -- vision -----------------------------------------------------------------------------------------------------------
 def test_what_is_seen_decides(vision_engine: VisionEngine) -> None:
-    """Another picture, or two pictures in another order, change the log-probs of the tokens after them."""
+    """Another picture, or two pictures in another order, change the log-probs of later tokens."""
     seen = vision_engine.seen
     left, right, third = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))
     prompts = vision_engine.prompts(
@@ -153,7 +153,7 @@ def test_what_is_seen_decides(vision_engine: VisionEngine) -> None:
 
 
 def test_new_towers_are_seen_and_leave_text_alone(vision_engine: VisionEngine, tmp_path: Path) -> None:
-    """Only the tower's weights change. The picture was used before, so that cached old features would show."""
+    """Only the tower's weights change. The picture was used before, so old features in the cache would be noticed."""
     pictures, words = (
         vision_engine.prompts((text(4), vision_engine.seen.image(3, 4, seed=21), text(6))),
         vision_engine.prompts((text(40),)),
@@ -193,9 +193,9 @@ def test_an_item_passes_the_tower_once_for_each_weight_version(vision_engine: Vi
 # -- while samples run ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_weights_change_while_a_picture_prompt_runs(vision_engine: VisionEngine, tmp_path: Path, mode: Any) -> None:
-    """A retracted sample uses the new tower; a sample paused in place keeps its cache of the old tower.
+    """A retracted sample uses the new tower. A sample that is paused in place keeps its cache from the old tower.
 
-    States would preserve the effect of old weights, so that a model with states recomputes them in both modes.
+    Recurrent states would preserve the effect of old weights, so a model with states recomputes them in both modes.
     """
     (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(4, 3, seed=41), text(4)))
     other_model = make_tiny_vision_model(None, name=vision_engine.name, seed=9)
@@ -228,7 +228,7 @@ def test_weights_change_while_a_picture_prompt_runs(vision_engine: VisionEngine,
 def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(
     vision_engine: VisionEngine, tmp_path: Path, what: str
 ) -> None:
-    """Keys, values and states stay, move to another slot, or are recomputed; the tokens do not change."""
+    """Keys, values and states stay, move to another slot, or are recomputed. The tokens do not change."""
     seen, client = vision_engine.seen, vision_engine.engine.client
     leaves, stays = vision_engine.prompts(
         (text(9), seen.image(3, 4, seed=42), text(4)), (text(3), seen.video(3, 2, 3, seed=43), text(70))
@@ -277,7 +277,7 @@ def generated(tokens: list[int], logprobs: list[float]) -> Generated:
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_a_request_that_fits_only_without_its_states_is_refused(vision_engine: VisionEngine) -> None:
-    """A request at the limit is answered; with one more token it would wait forever for space."""
+    """The engine answers a request at the limit. With one more token the request would wait forever for space."""
     n, states = MAX_TOTAL_TOKENS // CONTEXT, vision_engine.state_tokens
     body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": vision_engine.params.banned_token_ids}
     answers = vision_engine.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
@@ -318,7 +318,7 @@ def test_digests_that_are_not_there_are_refused(vision_engine: VisionEngine) -> 
 
 
 def test_an_item_that_disappears_fails_its_own_request_only(vision_engine: VisionEngine) -> None:
-    """The bus keeps the files of open requests, so this is a fault; the engine continues."""
+    """The bus keeps the files of open requests, so a missing file is a fault. The engine continues."""
     gone, stays = vision_engine.prompts(
         (text(3), vision_engine.seen.image(2, 4, seed=61), text(4)),
         (text(3), vision_engine.seen.image(2, 4, seed=62), text(4)),
@@ -339,7 +339,7 @@ def test_an_item_that_disappears_fails_its_own_request_only(vision_engine: Visio
 def test_an_engine_that_saw_another_number_of_tokens_is_refused(
     vision_engine: VisionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token is removed, as if the engine had expanded the image to another number of rows."""
+    """The test removes one token, as if the engine had expanded the image to another number of rows."""
     (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(2, 2, seed=71), text(4)))
     count = len(prompt.input_ids)
 

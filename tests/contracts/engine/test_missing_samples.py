@@ -1,4 +1,4 @@
-"""Tests repeated requests: for some samples of a prompt, and for responses that continue from their tokens."""
+"""Tests repeated requests: for some samples of a prompt, and for responses that continue earlier tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARAMS = SamplingParams(n=6, max_new_tokens=12, temperature=0.9, banned_token_id
 
 
 def test_some_samples_are_those_of_the_whole(engine: Engine) -> None:
-    """Each sample keeps its seed; prompts of one request may lack different samples."""
+    """Each sample keeps its seed. The prompts of one request may lack different samples."""
     prompts = prompts_of(random_prompt(5), random_prompt(9, seed=1), random_prompt(3, seed=2))
     whole = {(response.prompt, response.sample): response for response in engine.generate(prompts, PARAMS)}
     asked = [[4, 1], None, [0]]
@@ -28,7 +28,7 @@ def test_some_samples_are_those_of_the_whole(engine: Engine) -> None:
 
 @pytest.mark.parametrize("begun", [1, 5, 11])
 def test_a_response_goes_on_from_its_own_prefix(engine: Engine, begun: int) -> None:
-    """The response has the same random numbers, log-probs and length as without the interruption."""
+    """The continued response has the same random numbers, log-probs and length as without interruption."""
     (prompt,) = prompts_of(random_prompt(7))
     calm = engine.generate([prompt], PARAMS)
     again = [

@@ -31,12 +31,12 @@ from tests.contracts.engine.vision_engine import long_body, read, take
 
 REACH = 2e-5
 CONTEXT = 512
-BANNED = list(range(WORDS, 60))  # with the tokens that begin an item, which transformers would search for
+BANNED = list(range(WORDS, 60))  # includes the tokens that begin an item, because transformers searches for them
 PARAMS = SamplingParams(n=2, max_new_tokens=6, banned_token_ids=BANNED)
 
 
 class ServedThinker:
-    """Holds a running engine of the tiny thinker and transformers' model of the same weights."""
+    """Holds a running engine with the tiny thinker, and transformers' model with the same weights."""
 
     def __init__(self, launch: EngineLaunch, started: Started, folder: Path) -> None:
         self.kind = launch.engine.name
@@ -79,7 +79,7 @@ class ServedThinker:
         return asyncio.run(collect(self.client()))
 
     def gap(self, *requests: PromptRequest) -> float:
-        """Returns the largest log-prob difference to transformers; checks that both have the same number of tokens."""
+        """Returns the largest log-prob difference to transformers. Checks that both have the same number of tokens."""
         found = self.generate(requests)
         assert len(found) == PARAMS.n * len(requests)
         for response in found:
@@ -90,7 +90,7 @@ class ServedThinker:
         )
 
     def difference(self, request: PromptRequest, new: list[int], logprobs: Any) -> float:
-        """Returns the largest difference of an answer's log-probs to transformers."""
+        """Returns the largest log-prob difference of a response to transformers."""
         ids = np.array([*request.input_ids, *new])
         with torch.no_grad():
             logits = omni_logits(self.model, _tree(ids, request.media), self.reader, self.towers)
@@ -100,7 +100,7 @@ class ServedThinker:
         return float((torch.tensor(logprobs) - expected).abs().max())
 
     def publish(self, version: int) -> None:
-        """Serves the model's weights, without those of talker and code2wav, as the next version."""
+        """Serves the model's weights without talker and code2wav, as the next version."""
         weights = [
             (f"thinker.{name}", tensor.contiguous()) for name, tensor in published_omni(self.model.state_dict().items())
         ]
@@ -115,7 +115,7 @@ def _tree(token_ids: np.ndarray, media: Sequence[Media]) -> Any:
 
 
 class RouterChoices:
-    """Records the experts chosen by transformers' routers; ``layers``: int64 ``[rows, per token]`` of each layer."""
+    """Records the experts that transformers' routers choose. ``layers``: int64 ``[rows, per token]`` per layer."""
 
     def __init__(self, model: Any) -> None:
         self.layers: list[np.ndarray] = []
@@ -164,7 +164,7 @@ def request(*parts: int | MediaItem) -> PromptRequest:
 
 
 def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
-    """Returns text, a picture, clips of which one is shorter than a chunk, and a picture between clips."""
+    """Returns text, a picture, clips (one is shorter than a chunk), and a picture between clips."""
     image, clips = items.image(4, 6), [items.clip(730), items.clip(10), items.clip(100)]
     return [
         request(9),
@@ -175,11 +175,11 @@ def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
 
 
 def videos(items: OmniItems) -> list[PromptRequest]:
-    """Returns a video, a video with its sound, all kinds, and a video with positions beyond the context."""
+    """Returns prompts: a video, a video with its sound, all kinds, and a video with positions beyond the context."""
     video, heard = items.video(3, 4, 4), items.video_with_sound(3, 2, 4, frames=250)
     return [
         request(4, video, 3),
-        request(2, heard, 6),  # transformers takes no other sound or video with it
+        request(2, heard, 6),  # transformers accepts no other sound or video here
         request(7, items.image(4, 6), 3, items.clip(250), 2, video, 5),
         request(3, items.video(6, 2, 4, seconds=10.0), 5),
     ]
@@ -191,9 +191,9 @@ def test_the_engine_computes_what_transformers_computes(thinker: ServedThinker) 
 
 
 def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
-    """All tensors of the thinker are updated, and none of talker and code2wav, which the server does not have.
+    """The sync updates all tensors of the thinker, but no tensor of talker and code2wav: the server lacks them.
 
-    Only the audio tower's weights change. The sound was used before, so that cached old features would show.
+    Only the audio tower's weights change. The sound was used before, so old features in the cache would be noticed.
     """
     words, seen, heard, _ = pictures_and_sounds(thinker.items)
     kept = [words, seen] if thinker.kind == "embedded" else []
@@ -236,7 +236,7 @@ def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_paused_sample_has_the_tokens_of_a_calm_one(embedded: ServedThinker, mode: Any) -> None:
-    """A retracted sample encodes its items again; after a video its positions have fractions."""
+    """A retracted sample encodes its items again. After a video the positions have fractions."""
     asked = videos(embedded.items)[2]
     tokens: list[int] = []
     logprobs: list[float] = []

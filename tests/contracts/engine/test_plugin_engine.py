@@ -1,5 +1,5 @@
-"""Runs the contract tests on the plug-in engine of examples/plugins/transformers_engine.py as far as they apply: it has
-no truncation, no scores and no streams of single tokens.
+"""Runs the contract tests on the plug-in engine of examples/plugins/transformers_engine.py, except tests of missing
+features: truncation, scores and streams of single tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WaitUntil = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def engine(launch: EngineLaunch, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Yields the engine, started without weights and updated to version 0. Tests restore changed weights."""
+    """Yields an engine that was started without weights and updated to version 0. Tests restore changed weights."""
     folder: Path = tmp_path_factory.mktemp("plugin")
     settings = replace(launch.engine, name=str(FILE))
     process = EngineProcess.start(replace(launch, engine=settings, load_weights=False, log_file=folder / "engine.log"))
@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, changes:
 def test_a_version_is_served_once_its_digest_agrees(
     engine: Engine, model: Any, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    """A request for a newer version waits for it, and a running response continues under new weights."""
+    """A request for a newer version waits for this version. A running response continues with new weights."""
     newer, prompt = make_model(None, seed=7), random_prompt(12)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.generate, prompts_of(prompt, min_version=1), SamplingParams(max_new_tokens=6))
@@ -93,7 +93,7 @@ def test_a_version_is_served_once_its_digest_agrees(
         reply = engine.client.update_weights(manifest)
         assert reply["weight_version"] == 1 and reply["stall_ms"] > 0.0
         assert set(waiting.result(60)[0].versions.tolist()) == {1}
-        engine.client.release_memory()  # running samples continue from their tokens when the memory is resumed
+        engine.client.release_memory()  # running samples continue after the memory is resumed
         engine.client.resume_memory()
         engine.client.abort("prompt-0")
         (response,) = crossed.result(60)
@@ -138,7 +138,7 @@ def test_what_it_cannot_serve_is_refused_in_words(engine: Engine) -> None:
 
 
 def test_the_configuration_alone_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relative path is made absolute; the plug-in's checks and transports are used like those of other engines."""
+    """Relax makes the path absolute, and uses the plug-in's checks and transports like those of built-in engines."""
     monkeypatch.chdir(FILE.parents[2])
     name = "engine.name=examples/plugins/transformers_engine.py"
     assert load_config(["engine=plugin", name]).engine.name == str(FILE)

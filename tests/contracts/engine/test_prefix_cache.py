@@ -1,4 +1,4 @@
-"""Tests the prefix cache of engines over HTTP: reported cached tokens, and answers also across a weight update."""
+"""Tests the prefix cache of engines over HTTP: reported cached tokens, and responses around a weight update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = SamplingParams(max_new_tokens=9, banned_token_ids=[3])
 
 
 def next_turn(engine: Engine, prompt: list[int]) -> list[int]:
-    """Requests an answer to a prompt and returns the prompt of the next turn."""
+    """Requests a response to a prompt and returns the prompt of the next turn."""
     (response,) = engine.generate(prompts_of(prompt), ANSWER)
     return [*prompt, *response.output_ids.tolist(), *random_prompt(6, seed=1)]
 
@@ -40,9 +40,9 @@ def test_the_embedded_engine_tells_what_it_did_not_compute(
     before = engine.client.loads()
     assert (before["prefill_tokens"], before["cached_tokens"]) == (70, 0)
     (compact,) = engine.generate(prompts_of(turn), ANSWER)
-    assert compact.cached_tokens == 78  # all but the answer's last token and the tokens after it
+    assert compact.cached_tokens == 78  # without the response's last token and later tokens
     status, reply = engine.call("/generate", {"input_ids": turn, "sampling_params": {"max_new_tokens": 1}})
-    assert status == 200 and reply["meta_info"]["cached_tokens"] == 84  # all but the prompt's last token
+    assert status == 200 and reply["meta_info"]["cached_tokens"] == 84  # without the prompt's last token
     load = engine.client.loads()
     assert (load["prefill_tokens"], load["cached_tokens"]) == (70 + 7 + 1, 78 + 84)
     engine.client.update_weights(publish(make_model(None, seed=5), tmp_path / "newer", version=1))
@@ -65,10 +65,10 @@ def test_sglang_tells_what_its_cache_gave(engine: Engine) -> None:
 
 
 def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) -> None:
-    """Plays two episodes over a weight change, and compares each turn with transformers.
+    """Plays two episodes across a weight change, and compares each turn with transformers.
 
-    Each turn's context and tokens are computed by one version. An engine that kept keys and values of the first version
-    would be as far from the second version's log-probs as the first version's model.
+    One version computes a turn's context and tokens. If an engine kept keys and values of the first version, its
+    log-probs would be as wrong as the log-probs of the first version's model.
     """
     before, after = make_model(None, seed=0), make_model(None, seed=5)
     prompts, cached, far = [random_prompt(70, seed=3), random_prompt(90, seed=4)], 0, 0.0

@@ -1,4 +1,4 @@
-"""Tests that an engine process reports its start, ends with its owner, and is unreachable once it has ended."""
+"""Tests that an engine process reports its start, ends with its owner, and is unreachable after its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_gone(pid: int) -> None:
 
 
 def kill(process: EngineProcess) -> None:
-    """Kills the engine and waits for the end of all its threads, so that its port is free."""
+    """Kills the engine and waits for the end of all its threads. Then the port is free."""
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDS_S
     while process.poll() is None:
@@ -94,7 +94,7 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
 
 
 def test_an_engine_that_dies_in_the_middle_is_unreachable(start_engine: Callable[..., Engine]) -> None:
-    """The first prompt has its responses; the second prompt waits for weights that never come."""
+    """The first prompt has its responses. The second prompt waits for weights that never arrive."""
     engine = start_engine()
     first, second = prompts_of([5, 6], [7, 8])
     prompts = [first, msgspec.structs.replace(second, min_version=10**6)]
@@ -141,7 +141,7 @@ def test_a_wrong_token_is_the_engines_own_word(engine: Engine) -> None:
 
 
 def run_engine(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:
-    """Runs an engine that must end by itself; stdin stays open."""
+    """Runs an engine that must end by itself. Its stdin stays open."""
     with subprocess.Popen(
         launch.command(),
         stdin=subprocess.PIPE,
@@ -177,7 +177,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_a_model_that_is_not_built_is_said(launch: EngineLaunch, tmp_path: Path) -> None:
-    """One process starts them all."""
+    """One process tries all of these models."""
     config = json.loads((launch.model_folder / "config.json").read_text())
     commands = []
     for number, (change, _) in enumerate(NOT_BUILT):

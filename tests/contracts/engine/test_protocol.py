@@ -1,4 +1,4 @@
-"""Tests the shapes of SGLang's protocol: replies, order, stop tokens, server-sent events, status routes."""
+"""Tests the formats of SGLang's protocol: responses, order, stop tokens, server-sent events, status routes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
 
 @sglang_only
 def test_sglangs_status_routes_tell(engine: Engine) -> None:
-    """If a key is set, all routes except health and readiness need it."""
+    """If a key is set, all routes except health and readiness need the key."""
     for path in ("/ready", "/health", "/health_generate"):
         assert engine.call(path, method="GET", token=None)[0] == 200
     for path in ("/model_info", "/server_info", "/v1/loads"):

@@ -1,4 +1,4 @@
-"""Tests requests that an engine refuses, and that the errors have key, value and fix."""
+"""Tests requests that an engine refuses. Each error names key, value and fix."""
 
 from __future__ import annotations
 

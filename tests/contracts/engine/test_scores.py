@@ -1,4 +1,4 @@
-"""Tests scores of given tokens by SGLang's protocol against transformers, and refused requests."""
+"""Compares the scores of given tokens over SGLang's protocol with transformers. Also tests refused requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> Any:
 
 
 def expected(model: Any, ids: list[int], *, temperature: float) -> torch.Tensor:
-    """Returns log-probs ``[tokens - 1, vocab]``; entry i predicts token i + 1."""
+    """Returns log-probs ``[tokens - 1, vocab]``. Entry i predicts token i + 1."""
     with torch.no_grad():
         return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
 
@@ -49,7 +49,7 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
         if top_k:
             values = wanted.topk(top_k, -1).values
             assert float((torch.tensor(score.top_logprobs) - values).abs().max()) <= TOLERANCE
-            by_id = wanted.gather(-1, torch.tensor(score.top_ids.tolist()))  # by id, because ties have no order
+            by_id = wanted.gather(-1, torch.tensor(score.top_ids.tolist()))  # by id: ties have no order
             assert float((by_id - values).abs().max()) <= TOLERANCE
 
 
@@ -80,7 +80,7 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
     assert [len(reply["meta_info"]["input_token_logprobs"]) for reply in several] == [
         1,
         1,
-    ]  # -1: from the last token on
+    ]  # -1 means: from the last token on
     assert "input_top_logprobs" not in several[0]["meta_info"]
 
 

@@ -36,7 +36,7 @@ def test_the_same_request_twice_is_the_same_to_the_bit(engine: Engine) -> None:
     first, second = engine.generate(prompts, params), engine.generate(prompts, params)
     if engine.kind == "embedded":
         assert [content(response) for response in first] == [content(response) for response in second]
-    for left, right in zip(first, second, strict=True):  # SGLang's second prefill is in its cache: another batch
+    for left, right in zip(first, second, strict=True):  # SGLang caches the prefill: another batch
         assert left.output_ids.tolist() == right.output_ids.tolist()
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 

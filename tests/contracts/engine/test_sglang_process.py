@@ -1,4 +1,4 @@
-"""Tests an SGLang server that the run starts: its reports, its private address, and that it leaves no files."""
+"""Tests an SGLang server that the run starts: its reports, its private address, and the removal of its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def started() -> Iterator[Started]:
 
 @pytest.fixture(scope="module")
 def blank(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Yields a server that has no weights yet and prefills in small chunks; the last test kills it."""
+    """Yields a server that has no weights yet and prefills in small chunks. The last test kills the server."""
     log = tmp_path_factory.mktemp("blank") / "engine.log"
     engine = replace(sglang_launch.engine, flags={"chunked-prefill-size": CHUNK})
     process = started.start(replace(sglang_launch, engine=engine, load_weights=False, log_file=log))
@@ -92,7 +92,7 @@ def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tm
 
 
 def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, tmp_path: Path) -> None:
-    """No log-prob may come from a cache that two weight versions have computed."""
+    """A log-prob must not come from a cache that was computed by two weight versions."""
     version, params, deadline = blank.version + 1, SamplingParams(max_new_tokens=4), time.monotonic() + 120.0
     blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "old", version=version))
     model = make_model(None, seed=10)
@@ -117,7 +117,7 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
 
 
 def half_prefilled(engine: Engine) -> bool:
-    """Pauses the server; returns whether its only prompt has some but not all chunks of its prefill."""
+    """Pauses the server. Returns whether its only prompt has some, but not all chunks of its prefill."""
     engine.client.pause("in_place")
     loads = engine.client.loads()
     return loads["num_waiting_reqs"] == 0 and loads["num_waiting_uncached_tokens"] > 8 * CHUNK
@@ -163,7 +163,7 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
 
 
 def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started) -> None:
-    """No sockets, files or names in shared memory remain after the owner has noticed the server's end."""
+    """After the owner has noticed the server's end, no sockets, files or names in shared memory remain."""
     assert blank.process.poll() is not None, "the previous test has killed it"
     assert started.left(), "the killed server left files"
     blank.process.stop(timeout_s=0.0)
@@ -173,7 +173,7 @@ def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started
 def test_it_ends_with_an_owner_that_was_killed(
     sglang_launch: EngineLaunch, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    """The owner is killed while the server starts, which takes the longest."""
+    """The owner is killed while the server starts, because the start takes the longest."""
     launch = replace(sglang_launch, log_file=tmp_path / "log")
     owner = """
 import pickle, sys, time
@@ -192,7 +192,7 @@ time.sleep(600)
     child.stdin.write(pickle.dumps(launch))
     child.stdin.close()
     wait_until(lambda: bool(psutil.Process(child.pid).children()), what="its server", timeout_s=30.0)
-    time.sleep(3.0)  # into the imports
+    time.sleep(3.0)  # now the server imports its modules
     processes = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()

@@ -24,13 +24,13 @@ STOPPING = msgspec.structs.replace(PARAMS, stop=STOP)
 
 
 def text_of(ids: list[int]) -> str:
-    """Returns the text of token ids by the tokenizer below, with one or two letters a token."""
+    """Returns the text of token ids by the tokenizer below. A token has one or two letters."""
     return "".join(LETTERS[token % 5] * (1 + token % 2) for token in ids)
 
 
 def write_tokenizer(folder: Path) -> None:
     words = {f"{text_of([token])}\0{token}": token for token in range(VOCAB)}
-    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))  # SGLang warms up with its own text
+    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))  # SGLang warms up with a text of its own
     core.decoder = decoders.Sequence([decoders.Replace(Regex(r"\x00\d+"), ""), decoders.Fuse()])
     core.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -64,7 +64,7 @@ def first_end(ids: list[int]) -> int | None:
 
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
-    """Checks that ``stopped`` is ``whole`` up to its first stop string; returns whether there is one."""
+    """Checks that ``stopped`` is ``whole`` up to the first stop string. Returns whether ``whole`` has a stop string."""
     end = first_end(whole.output_ids.tolist())
     assert stopped.output_ids.tolist() == whole.output_ids[:end].tolist()
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
@@ -88,7 +88,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
 
 
 def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
-    """An aborted sample is requested again after its own tokens."""
+    """An aborted sample is requested again and continues after its earlier tokens."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     stopped = [response for response in lettered.generate(prompts, STOPPING) if response.finish_reason == "stop"]
     across = [

@@ -1,4 +1,4 @@
-"""Tests that a call can receive the tokens of a response while they are sampled."""
+"""Tests that a call can receive the tokens of a response during sampling."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def test_tokens_are_told_one_by_one_before_the_response_ends(engine: Engine) -> 
         assert told[response.prompt, response.sample] in (
             ids,
             ids[:-1],
-        )  # the last token may come only with the response
+        )  # the last token may arrive with the response

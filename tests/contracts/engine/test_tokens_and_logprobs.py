@@ -1,4 +1,4 @@
-"""Compares tokens and log-probs of the sampled distribution with transformers."""
+"""Compares tokens with transformers, and their log-probs under the sampled distribution."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def transformers_logprobs(model: Any, prompt: list[int], generated: Generated, p
 )
 def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, params: SamplingParams) -> None:
     if engine.kind == "sglang" and params.top_p < 1.0:
-        # SGLang reports such log-probs only with a top_k; its top_p uses the probabilities before top_k.
+        # SGLang reports such log-probs only with a top_k. Its top_p uses the probabilities before top_k.
         params = msgspec.structs.replace(params, top_k=VOCAB)
     version = engine.version
     responses = engine.generate(prompts_of(*PROMPTS), params)

@@ -1,4 +1,4 @@
-"""Tests weight updates by every transport on both engines, which serve weights only if their digest agrees."""
+"""Tests weight updates by every transport on both engines. An engine serves weights only if their digest agrees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture
 def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """Yields the session's engine; afterwards it serves the model folder's weights under a newer version."""
+    """Yields the session's engine. Afterwards makes the engine serve the model folder's weights as a newer version."""
     yield engine
     newer = max(engine.version, 1000) + 1
     engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
@@ -50,7 +50,7 @@ def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
-    """Returns a publisher; ``damage`` changes a published file before the engine is called."""
+    """Returns a publisher. ``damage`` changes a published file before the engine is called."""
     transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
 
     def receivers() -> list[object]:
@@ -68,12 +68,12 @@ def flip_a_bit(path: Path) -> None:
 
 
 def send(publisher: WeightPublisher, version: int) -> SyncReport:
-    """Publishes the weights of the model whose seed is ``version``."""
+    """Publishes the weights of the model with the seed ``version``."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
 def serves(engine: Engine, version: int, model: Any = None) -> None:
-    """Compares the engine with ``model``, by default that whose seed is ``version``."""
+    """Compares the engine with ``model``, by default the model with the seed ``version``."""
     response = engine.generate(
         prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=6, temperature=0.0)
     )[0]
@@ -99,12 +99,12 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
     damage.append(flip_a_bit)
     (why,) = send(publisher, before + 2).refused.values()
     assert "digest" in why
-    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves nothing until a good
+    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves no version until a good
     # update.
     assert engine.version == (-1 if name == "gloo" else before + 1)
     damage.clear()
 
-    flip_a_bit(max(tmp_path.glob(f"*/{WEIGHTS}")))  # restored: the same version is accepted when it is offered again
+    flip_a_bit(max(tmp_path.glob(f"*/{WEIGHTS}")))  # restores the bit: the same version is now accepted
     latest = read_latest(tmp_path)
     assert latest is not None and latest.version == before + 2
     engine.client.update_weights(latest)
@@ -119,7 +119,7 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
 def test_frozen_tensors_are_read_once_and_by_an_engine_that_lacks_them(
     engine_back: Engine, name: str, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The frozen tensors' file is removed; only an engine without these tensors requests it."""
+    """The file of the frozen tensors is removed. Only an engine without these tensors requests the file."""
     engine, version = engine_back, engine_back.version
 
     def is_frozen(weight: str) -> bool:
@@ -178,7 +178,7 @@ def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_pat
 
 @sglang_only
 def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
-    """The trainer's push and the owner's update may come at the same time."""
+    """The trainer's push and the engine owner's update may come at the same time."""
     version = engine_back.version + 1
     manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
     with ThreadPoolExecutor() as pool:
@@ -191,7 +191,7 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 @sglang_only
 def test_senders_of_many_versions_take_turns_while_samples_run(engine_back: Engine, tmp_path: Path) -> None:
-    """If a sender resumed the server during another sender's load, this would wait for samples paused by a third."""
+    """A sender must not resume the server during a load of another sender: the load would wait for paused samples."""
     first = engine_back.version + 1
     manifests = [
         publish(make_model(None, seed=version), tmp_path / f"many-{version}", version=version)
@@ -226,7 +226,7 @@ def test_senders_of_many_versions_take_turns_while_samples_run(engine_back: Engi
 
 @sglang_only
 def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
-    """SGLang's server would fail if two loads overlapped."""
+    """SGLang's server would fail if two weight loads overlapped."""
     version = engine_back.version + 1
     publisher = WeightPublisher(tmp_path, list, transport=DiskTransport(), model_folder=model_folder)
     assert send(publisher, version).refused == {}
@@ -242,7 +242,7 @@ def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, m
 
 @sglang_only
 def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
-    """In time sharing the trainer has released the memory, and the engine's owner sends weights without knowing it."""
+    """In time sharing the trainer has released the memory. The engine's owner does not know it and sends weights."""
     engine, version = engine_back, engine_back.version + 1
     engine.client.release_memory()
     engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
@@ -289,7 +289,7 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
 def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others(
     engine_back: Engine, tmp_path: Path
 ) -> None:
-    """SGLang samples one more token of an aborted response, here after its weights count as unknown."""
+    """SGLang samples one more token of an aborted response. Here this happens after its weights become unknown."""
     version, told = engine_back.version, threading.Event()
     client, second_client = engine_back.new_client(), engine_back.new_client()
 
@@ -304,7 +304,7 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
     with ThreadPoolExecutor() as pool:
         sampled = pool.submit(lambda: asyncio.run(sample()))
         assert told.wait(30.0)
-        engine_back.post("/pause_generation", {"mode": "in_place"})  # as during an update
+        engine_back.post("/pause_generation", {"mode": "in_place"})  # paused as during an update
         second_client.forget_weights()
         responses = sampled.result(60.0)
     assert any(response.finish_reason == "abort" and response.output_ids.size for response in responses)
@@ -322,7 +322,7 @@ def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others
 def test_a_second_run_on_one_server_serves_nothing_of_the_first(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The first run left a higher version, cached prefixes, a running sample, a pause and a session."""
+    """The first run left a higher version, cached prefixes, a running sample, a pause and an update session."""
     engine = engine_back
     left = engine.version + 60
     engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
@@ -344,7 +344,7 @@ def test_a_second_run_on_one_server_serves_nothing_of_the_first(
 
 
 class RefusedInTheMiddle(SglangClient):
-    """Requests the server to receive in an unknown group."""
+    """A sender that asks the server to receive in an unknown group."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         return super().receive_weights(tensors, group="nobody", version=version)
@@ -373,7 +373,7 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
 def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine_back: Engine, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """The prompt is sent under one version, whose cache holds its tokens, and is prefilled under the next version."""
+    """The prompt is sent under one version, with its tokens in the cache, and is prefilled under the next version."""
     engine, before = engine_back, engine_back.version
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
@@ -393,7 +393,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     with ThreadPoolExecutor() as pool:
         overtaken = pool.submit(asyncio.run, collect())
         wait_until(lambda: any(call.sent for call in client._calls), what="the request")
-        time.sleep(0.3)  # for the request to arrive, which the paused server does not report
+        time.sleep(0.3)  # lets the request arrive, because the paused server does not report it
         engine.client.update_weights(manifest)
         responses = overtaken.result(60)
     model = make_model(None, seed=before + 1)

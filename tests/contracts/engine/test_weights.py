@@ -1,4 +1,4 @@
-"""Tests that a version is served only after its weights are loaded and attested."""
+"""Tests that an engine serves a version only after its weights are loaded and attested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def blank(launch: Any) -> Any:
 
 
 def serves(engine: Engine, model: Any, version: int) -> None:
-    """Checks that the engine's log-probs are those of this model, under this version."""
+    """Checks that the engine has the log-probs of this model, under this version."""
     response = engine.generate(prompts_of(PROMPT), GREEDY)[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + response.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
@@ -119,7 +119,7 @@ def test_from_disk(blank: Engine, tmp_path: Path) -> None:
 
 
 def test_from_distributed_over_gloo(blank: Engine) -> None:
-    """Weights of a session are served only after its end, and only if their digest equals the sender's."""
+    """A session's weights are served only after the session's end, and only if the sender has the same digest."""
     model = make_model(None, seed=13)
     tensors = hf_weights(model)
     group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": free_port()}
@@ -163,12 +163,13 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
 
 
 def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their ``init_custom_process_group`` uses torch's helper, so the names in the store must be the same."""
+    """SGLang's ``init_custom_process_group`` uses torch's helper, so the names in the store must be equal."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import _new_process_group_helper
 
-    # An earlier test of this process may have joined as a rank of the trainer, whose groups require a proof from ranks.
+    # An earlier test of this process may have joined as a trainer rank. The trainer's groups require a proof from
+    # ranks.
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)
     port = free_port()
     body = {

@@ -1,4 +1,4 @@
-"""A running vision engine, its prompts, and transformers' log-probs, for the contract's tests of media."""
+"""Shared parts of the contract's media tests: a running vision engine, prompts, and transformers' log-probs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(n=2, max_new_tokens=10, temperature=0.9)
 
 @dataclass
 class VisionEngine:
-    """Holds a running vision engine and transformers' model of the same weights."""
+    """Holds a running vision engine, and transformers' model with the same weights."""
 
     engine: Engine
     model: Any
@@ -47,7 +47,7 @@ class VisionEngine:
 
     @property
     def passes(self) -> int:
-        """Returns how many items have passed the engine's tower."""
+        """Returns the number of items that have passed the engine's tower."""
         return int(self.engine.client.loads()["tower_passes"])
 
     @property
@@ -57,7 +57,7 @@ class VisionEngine:
 
     @property
     def state_tokens(self) -> int:
-        """Returns the size of a sample's states in tokens: their bytes over those of a token's keys and values."""
+        """Returns the size of a sample's states in tokens: state bytes divided by a token's key and value bytes."""
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         linear, attention = kinds.count("linear_attention"), kinds.count("full_attention")
@@ -92,7 +92,7 @@ class VisionEngine:
         return float(torch.cat(gaps).abs().max())
 
     def scores(self, prompts: Sequence[PromptRequest]) -> list[list[float]]:
-        """Returns the log-probs of each prompt's tokens but the first."""
+        """Returns the log-probs of each prompt's tokens after the first token."""
         items = [TokensToScore(input_ids=prompt.input_ids, first=1, media=prompt.media) for prompt in prompts]
         return [scores.logprobs.tolist() for scores in self.engine.client.score(items, top_k=0, temperature=1.0)]
 
@@ -135,7 +135,7 @@ def scene(seeing: VisionEngine) -> list[PromptRequest]:
 
 
 def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: int = 1500) -> dict[str, Any]:
-    """Returns a /generate body of one sample that stops only at ``new`` tokens."""
+    """Returns a /generate body for one sample that ends only after ``new`` tokens."""
     sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": params.temperature, "sampling_seed": 1}
     return {
         "rid": rid,
@@ -148,7 +148,7 @@ def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: i
 
 
 def take(event: dict[str, Any], tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """Appends an event's tokens and log-probs; returns its meta_info."""
+    """Appends an event's tokens and log-probs. Returns the event's meta_info."""
     tokens += event["output_ids"]
     meta: dict[str, Any] = event["meta_info"]
     logprobs += [entry[0] for entry in meta["output_token_logprobs"]]
@@ -156,6 +156,6 @@ def take(event: dict[str, Any], tokens: list[int], logprobs: list[float]) -> dic
 
 
 def read(events: Iterator[dict[str, Any]], tokens: list[int], logprobs: list[float], *, count: int) -> None:
-    """Appends tokens and log-probs of further events until there are ``count`` tokens."""
+    """Reads events and appends their tokens and log-probs until there are ``count`` tokens."""
     while len(tokens) < count:
         take(next(events), tokens, logprobs)

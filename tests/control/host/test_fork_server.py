@@ -1,4 +1,4 @@
-"""A Ray worker is forked or executed as Ray would have started it, or by Ray if there is something to prepare."""
+"""Tests that forked and executed Ray workers equal Ray's own workers, and that Ray starts workers with preparations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fork_server(folder: Path, *modules: str) -> Iterator[subprocess.Popen[bytes]
 
 
 def start_worker(folder: Path, **variables: str) -> subprocess.Popen[str]:
-    """Starts a worker as the raylet does; its own streams are pipes."""
+    """Starts a worker like the raylet. The worker's streams are pipes."""
     worker = folder / "worker.py"
     worker.write_text(WORKER, encoding="utf-8")
     return subprocess.Popen(
@@ -114,7 +114,7 @@ def test_workers_draw_other_random_numbers_and_are_waited_for(tmp_path: Path) ->
         reports = [report_of(worker)[0] for worker in workers]
         assert len({number for report in reports for number in report["drawn"]}) == 6
         deadline = time.monotonic() + DEADLINE_S
-        while psutil.Process(server.pid).children():  # also exited children that were not reaped
+        while psutil.Process(server.pid).children():  # includes exited children that were not reaped
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -122,9 +122,9 @@ def test_workers_draw_other_random_numbers_and_are_waited_for(tmp_path: Path) ->
 def test_it_ends_with_its_owner_and_the_workers_stay(tmp_path: Path) -> None:
     with fork_server(tmp_path, "numpy") as server:
         worker = start_worker(tmp_path)
-        assert worker.wait(DEADLINE_S) == 0  # the starter has ended, the worker reads its stdin
+        assert worker.wait(DEADLINE_S) == 0  # the process that started the worker has ended; the worker reads its stdin
         (own,) = psutil.Process(server.pid).children()
-        server.send_signal(signal.SIGTERM)  # goes to every process of a run; the owner decides
+        server.send_signal(signal.SIGTERM)  # every process of a run gets this signal; the owner decides
         assert server.stdin is not None
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0

@@ -1,4 +1,4 @@
-"""A Ray session in a separate process: it is private, needs a token, and leaves nothing behind."""
+"""Tests a Ray session in a separate process: it is private, needs a token, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run locks its folders; stale runs are removed, and existing runs and runs of other users are not touched."""
+"""Tests that a run locks its folders, and that only stale runs of the same user are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from relax_core.control.host.run_paths import OWNER_FILE, claimed, owned, run_lo
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
 
-# A supervisor, its controller, and a process that the controller started. The first two exit when stdin ends.
+# A supervisor, its controller, and a process that the controller started. Supervisor and controller exit when stdin
+# ends.
 RUN = """
 import os, subprocess, sys
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
 
 @pytest.fixture
 def server_name() -> Iterator[str]:
-    """Yields the name of an SGLang server's folder. Its semaphore in shared memory remains after a kill."""
+    """Yields the name of an SGLang server's folder. The server's semaphore in shared memory remains after a kill."""
     name = f"relax-sglang-{secrets.token_hex(4)}"
     semaphore = Path(f"/dev/shm/sem.{name}-a")
     semaphore.touch()
@@ -152,7 +153,7 @@ def test_what_a_server_left_goes_with_its_dead_run(folder: Path, server_name: st
 def test_what_a_server_left_goes_with_the_paths(
     folder: Path, server_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server was killed with its owner, like all services that restart from a checkpoint."""
+    """The server was killed together with its owner, like all services that restart from a checkpoint."""
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
     with run_paths(run_dir=folder / "run") as here:
         (here.folder / server_name).mkdir()

@@ -1,4 +1,4 @@
-"""Shares one encode pool with all media tests; its workers are started once."""
+"""Shares one encode pool between all media tests. Its workers are started once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.tools.tiny_text import write_prompt_tokenizer
 Encode = Callable[[MediaSource], MediaItem]
 MakeSettings = Callable[..., EncodeSettings]
 
-# Small enough to detect a hostile file, and large enough for the interpreter and both libraries.
+# The limit is small enough to detect a hostile file, and large enough for the interpreter and both libraries.
 LIMITS = MediaLimits(
     source_pixels=4_000_000, item_bytes=8 << 20, source_frames=1_000, source_seconds=100.0, worker_bytes=768 << 20
 )
@@ -27,14 +27,14 @@ LIMITS = MediaLimits(
 
 @contextmanager
 def refused(word: str, told: str = "") -> Iterator[None]:
-    """Fails unless media are refused with the reason ``word`` and an error that contains the text ``told``."""
+    """Fails if media are not refused with the reason ``word`` and an error that contains the text ``told``."""
     with pytest.raises(MediaError) as error:
         yield
     assert error.value.word == word and told in str(error.value), str(error.value)
 
 
 def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, str, Callable[[], bytes]]) -> None:
-    """Fails unless a file is refused with its reason, both by its name below the root and as bytes of a row."""
+    """Fails if a file is not refused with this reason, both as a path below the root and as bytes in a row."""
     kind, word, content = case
     data = content()
     (root / name).write_bytes(data)
@@ -47,7 +47,7 @@ def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, 
 
 
 def check_memory(pool: EncodePool, started: list[int]) -> None:
-    """Fails unless no worker was replaced and their address space stayed within the limit."""
+    """Fails if a worker was replaced or its address space exceeded the limit."""
     assert [worker.pid for worker in pool.workers] == started
     for pid in started:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -1,4 +1,4 @@
-"""Makes images and videos for tests; writes bytes directly if no library writes such a file."""
+"""Makes images and videos for tests. Writes bytes directly if no library can write such a file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def chunk(name: bytes, data: bytes) -> bytes:
 def png(
     width: int, height: int, rows: bytes, *, bits: int = 8, colour: int = 2, more: bytes = b"", level: int = 9
 ) -> bytes:
-    """Returns a PNG with these filtered rows; ``more`` are chunks before the pixels."""
+    """Returns a PNG with these filtered rows. ``more`` are chunks before the pixels."""
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
     parts = (chunk(b"IHDR", header), more, chunk(b"IDAT", zlib.compress(rows, level)), chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """Returns a black PNG of one bit per pixel: some kilobytes for many megapixels."""
+    """Returns a black PNG with one bit per pixel: some kilobytes contain many megapixels."""
     return png(width, height, bytes(1 + (width + 7) // 8) * height, bits=1, colour=0)
 
 
@@ -59,7 +59,7 @@ def video(
     group: int = 12,
     header_first: bool = False,
 ) -> bytes:
-    """Returns a video of uint8 frames ``[height, width, 3]`` with even sides; ``group`` frames per key frame."""
+    """Returns a video of uint8 frames ``[height, width, 3]`` with even sides, with ``group`` frames per key frame."""
     file = tempfile.NamedTemporaryFile()  # noqa: SIM115  # FFmpeg reads the file again to move its header
     options = {"movflags": "faststart"} if header_first else {}
     with file, av.open(file.name, "w", format=form, options=options) as container:
@@ -92,6 +92,6 @@ def grey_frames(levels: Sequence[int], height: int = 64, width: int = 96) -> lis
 
 
 def patched(data: bytes, name: bytes, offset: int, value: bytes) -> bytes:
-    """Returns an MP4 with bytes replaced, ``offset`` bytes after the name of its last box ``name``."""
+    """Returns an MP4 with replaced bytes, ``offset`` bytes after the name of the last box ``name``."""
     at = data.rindex(name) + len(name) + offset
     return data[:at] + value + data[at + len(value) :]

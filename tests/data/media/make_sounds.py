@@ -1,4 +1,4 @@
-"""Makes audio for tests; writes bytes directly if no library writes such a file."""
+"""Makes audio for tests. Writes bytes directly if no library can write such a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stored(samples: np.ndarray, form: str, *, rate: int = 16_000, subtype: str |
 def wav(
     data: bytes, *, channels: int = 1, rate: int = 16_000, bits: int = 16, kind: int = 1, size: int | None = None
 ) -> bytes:
-    """Returns a WAV with these header values; ``kind`` 1 is integers and 3 is floats."""
+    """Returns a WAV with these header values. ``kind`` 1 means integers, 3 means floats."""
     block = min(channels * bits // 8, 65_535)
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, min(rate * block, (1 << 32) - 1), block, bits)
     body = b"WAVE" + form + struct.pack("<4sI", b"data", len(data) if size is None else size) + data
@@ -66,7 +66,7 @@ def film(
     layout: str = "mono",
     frames: int | None = None,
 ) -> bytes:
-    """Returns a video of ``seconds`` with a tone of ``sound_seconds``, or without pictures if ``frames`` is 0."""
+    """Returns a video of ``seconds`` with a tone of ``sound_seconds``. If ``frames`` is 0, it has no pictures."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "film"
         with av.open(str(path), "w", format=form) as container:
@@ -89,7 +89,7 @@ def film(
                 heard.sample_rate, heard.pts = (
                     rate,
                     0,
-                )  # so that the file records the priming samples of AAC
+                )  # the file then records the priming samples of AAC
                 for part in [*resampler.resample(heard), *resampler.resample(None)]:
                     container.mux(track.encode(part))
                 container.mux(track.encode())

@@ -1,4 +1,4 @@
-"""Audio features: comparison with transformers' extractor, from every format, and the resulting items."""
+"""Compares audio features with transformers' extractor. Also tests every format, and the resulting items."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def item_of(data: bytes, kind: str = "audio", *, together: bool = False) -> tupl
 
 
 def whisper(samples: np.ndarray, bins: int = 128) -> tuple[np.ndarray, np.ndarray]:
-    """Returns transformers' features in float64 (numpy) and in float32 (torch), one clip alone."""
+    """Returns transformers' features of one clip in float64 (numpy) and in float32 (torch)."""
     extractor = WhisperFeatureExtractor(feature_size=bins)
     exact = extractor._np_extract_fbank_features(samples[None], "cpu")[0]
     given = extractor(samples, sampling_rate=16_000, padding=True, truncation=False, return_tensors="np")
@@ -72,7 +72,7 @@ def test_the_features_are_those_of_transformers(
     exact, single = whisper(sound, bins)
     assert ours.dtype == np.float32 and ours.shape == exact.shape == single.shape == (bins, samples // 160)
     np.testing.assert_allclose(ours, exact, atol=1e-6)
-    # float32 is inexact if a bin has little energy compared with the loudest one.
+    # float32 is inexact if a bin has little energy compared with the loudest bin.
     np.testing.assert_allclose(ours, single, atol=2e-3)
     assert np.abs(ours - single).mean() < 1e-5
 
@@ -97,7 +97,7 @@ def test_silence_is_a_sound_like_any_other() -> None:
     ],
 )  # fmt: skip
 def test_every_format_gives_the_sound(form: str, subtype: str, off: float) -> None:
-    """``off`` bounds the mean difference from the features of the original samples."""
+    """``off`` limits the mean difference to the features of the original samples."""
     samples = tone(1.0)
     features, seconds = features_of(stored(samples, form, subtype=subtype))
     assert seconds == pytest.approx(1.0, abs=0.08)
@@ -131,7 +131,7 @@ def test_channels_are_averaged_and_rates_are_resampled() -> None:
 
 
 def test_a_sound_is_the_same_from_another_format_and_another_place() -> None:
-    """The digest covers features, and lossless formats contain the same samples."""
+    """The digest covers the features, and lossless formats contain the same samples."""
     samples = np.round(tone(0.7) * 32_767) / 32_768
     first, tensors = item_of(stored(samples, "WAV", subtype="PCM_16"))
     second, again = item_of(stored(samples, "FLAC", subtype="PCM_16"))

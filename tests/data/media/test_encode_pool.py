@@ -35,7 +35,7 @@ def small() -> MediaSource:
 
 @pytest.fixture(scope="module")
 def slow() -> MediaSource:
-    """Makes a video that takes more than a second to decode."""
+    """Makes a video that needs more than a second of decoding."""
     frames = [noise(720, 1280, seed) for seed in range(6)]
     return MediaSource(kind="video", data=video(frames * 20, group=1, codec="mpeg4"))
 
@@ -57,7 +57,7 @@ def test_an_item_whose_worker_dies_is_encoded_by_the_next_and_refused_if_that_di
     limits = dataclasses.replace(LIMITS, item_bytes=100 << 20)
     with EncodePool(make_settings(limits), workers=1) as pool:
         first = asyncio.run(pool.encode(small()))
-        os.kill(pool.workers[0].pid, signal.SIGKILL)  # an idle worker dies, which the next item notices
+        os.kill(pool.workers[0].pid, signal.SIGKILL)  # an idle worker dies; the next item notices it
         assert asyncio.run(pool.encode(small())).digest == first.digest
         pool.workers[0].replace()
         os.kill(pool.workers[0].pid, signal.SIGKILL)  # a starting worker dies
@@ -98,7 +98,7 @@ def test_a_worker_without_enough_memory_refuses_the_item(make_settings: MakeSett
 
 
 def test_the_event_loop_goes_on_while_large_items_are_encoded(pool: EncodePool) -> None:
-    """Other threads only wait for pipes, so the loop's tasks continue between any two steps of an encode."""
+    """Other threads only wait for pipes. So the event loop's tasks continue between any two steps of an encode."""
     source = MediaSource(kind="image", data=saved(noise(1_500, 1_500), "BMP"))  # 6.7 MB through the pipe
 
     async def run() -> int:

@@ -1,4 +1,4 @@
-"""Golden pixels of each kind of image; expected values are constants or follow from the format's definition."""
+"""Tests the pixels of each kind of image. Expected values are constants or follow from the format's definition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pixels(data: bytes) -> np.ndarray:
 
 
 def rows(*lines: bytes) -> bytes:
-    """Returns the lines of a PNG, each with the filter "none"."""
+    """Returns the filtered lines of a PNG. Each line has the filter "none"."""
     return b"".join(b"\0" + line for line in lines)
 
 
@@ -70,7 +70,7 @@ def test_alpha_lies_on_white() -> None:
 
 
 def test_cmyk() -> None:
-    """Pure cyan has no red; paper is white. JPEG is off by a few levels."""
+    """Pure cyan has no red, and paper is white. JPEG values differ by a few levels."""
     inks = np.zeros((16, 32, 4), np.uint8)
     inks[:, 16:, 0] = 255
     found = pixels(saved(Image.fromarray(inks, "CMYK"), "JPEG", quality=100))
@@ -78,8 +78,8 @@ def test_cmyk() -> None:
     assert np.abs(found[8, 24].astype(int) - (0, 255, 255)).max() <= 2
 
 
-# The positions of the upright image's corners (upper left, upper right, lower left, lower right) in the stored image,
-# as numbers of the stored corners 0 1 / 2 3: the definition of the EXIF tag.
+# By the definition of the EXIF tag: the position of each corner of the upright image (upper left, upper right, lower
+# left, lower right) in the stored image. The stored corners have the numbers 0 1 / 2 3.
 EXIF = {1: "0123", 2: "1032", 3: "3210", 4: "2301", 5: "0213", 6: "2031", 7: "3120", 8: "1302"}
 
 
@@ -111,7 +111,7 @@ def test_other_formats_without_loss(form: str) -> None:
 @pytest.mark.parametrize("shade", [0, 127, 128])
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
 def test_an_image_that_looks_as_if_rows_were_missing_is_read(form: str, shade: int) -> None:
-    """Its last rows have the colour that Pillow uses for missing rows."""
+    """The last rows of the image have the colour that Pillow uses for missing rows."""
     stored = noise(64, 40)
     stored[48:] = shade
     modes = ("RGB", "L", "P", "1", "I;16") if form == "PNG" else ("RGB", "L", "CMYK")
@@ -123,7 +123,7 @@ def test_an_image_that_looks_as_if_rows_were_missing_is_read(form: str, shade: i
 @pytest.mark.parametrize("height", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 9])
 def test_a_black_interlaced_image_is_read(height: int, width: int) -> None:
-    """The sizes of its seven passes follow the format's definition; without the last line it is refused."""
+    """The sizes of the seven passes follow the format's definition. An image without the last line is refused."""
     passes = ((8, 8, 0, 0), (8, 8, 0, 4), (8, 4, 4, 0), (4, 4, 0, 2), (4, 2, 2, 0), (2, 2, 0, 1), (2, 1, 1, 0))
     filled = last = 0
     for row_step, column_step, row, column in passes:

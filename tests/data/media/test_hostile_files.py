@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (a case is one line)
-"""Generated hostile and broken files: each is refused with its reason, within a worker's limits of memory and time."""
+"""Tests generated hostile and broken files: each is refused with its reason, within a worker's memory and time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plain_video() -> bytes:
 
 @cache
 def streamed_video() -> bytes:
-    """A video with its header at the beginning."""
+    """Returns a video with its header at the beginning."""
     return video([noise(64, 96, seed) for seed in range(24)], header_first=True)
 
 
@@ -70,7 +70,7 @@ def _bmp(width: int, height: int) -> bytes:
 
 
 def _jpeg_of(height: int, width: int, data: bytes | None = None) -> bytes:
-    """A JPEG whose header has another size than its data."""
+    """Returns a JPEG with different sizes in header and data."""
     data = plain_jpeg() if data is None else data
     at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2")) + 5
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
@@ -195,7 +195,7 @@ for _name, _kind, _content in (
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_limit_holds(pool: EncodePool) -> Iterator[None]:
-    """Checks after all files that no worker was replaced and their address space stayed within the limit."""
+    """Checks after all files that no worker was replaced, and that workers stayed within their address space limit."""
     started = [worker.pid for worker in pool.workers]
     yield
     check_memory(pool, started)
@@ -228,7 +228,7 @@ def test_an_address_is_refused(encode: Encode, path: str, kind: MediaKind) -> No
 
 
 def _make_paths(root: Path) -> dict[str, str]:
-    """Returns paths that are not media files below the root, with the reason of each."""
+    """Returns paths that are not media files below the root, each with its reason."""
     outside = root.parent / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "a.png").write_bytes(plain_png())

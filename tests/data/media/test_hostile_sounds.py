@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (a case is one line)
-"""Generated hostile and broken audio files: each is refused with its reason, within a worker's limits."""
+"""Tests generated hostile and broken audio files: each is refused with its reason, within a worker's limits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_value(value: float) -> bytes:
 
 
 def tagged_mp3() -> bytes:
-    """An ID3 tag that claims 256 MB; the file has ten bytes of it."""
+    """Returns a file with an ID3 tag that claims 256 MB. The file has ten bytes of the tag."""
     return b"ID3\4\0\0\x7f\x7f\x7f\x7f" + b"TIT2" + bytes(10)
 
 
@@ -132,7 +132,7 @@ def hearing(make_settings: MakeSettings) -> EncodeSettings:
 
 @pytest.fixture(scope="module")
 def hear(hearing: EncodeSettings) -> Iterator[Encode]:
-    """Encodes with one worker; checks that it survives all files within its limit of address space."""
+    """Encodes with one worker. Checks that the worker survives all files within its address space limit."""
     with EncodePool(hearing, workers=1) as pool:
         started = [worker.pid for worker in pool.workers]
         yield lambda source: asyncio.run(pool.encode(source))

@@ -69,23 +69,23 @@ def _levels(frames: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("container", ["mp4 h264", "mp4 mpeg4", "matroska h264", "webm libvpx"])
 @pytest.mark.parametrize("group", [1, 5, 250])
 def test_the_sampled_frames_are_the_right_ones(encode: Encode, frames_of, container: str, group: int) -> None:  # type: ignore[no-untyped-def]
-    """Frame k of 40 has grey level 6 k. 5 seconds at 2 frames per second: 10 frames, evenly from 0 to 39."""
+    """Frame k of 40 has grey level 6 k. 5 seconds at 2 frames per second give 10 frames, spread evenly from 0 to 39."""
     form, codec = container.split()
     data = video(grey_frames([6 * number for number in range(40)]), form=form, codec=codec, group=group)
     item = encode(MediaSource(kind="video", data=data))
-    wanted = [0, 4, 9, 13, 17, 22, 26, 30, 35, 39]  # the nearest to 39/9 k
+    wanted = [0, 4, 9, 13, 17, 22, 26, 30, 35, 39]  # the frames nearest to 39/9 k
     assert np.abs(np.array(_levels(frames_of(item))) - 6 * np.array(wanted)).max() <= 2
     assert item.frames == 10 and item.grid == [5, 4, 6] and item.description == "[video 96×64, 10 frames]"
 
 
 def test_a_video_has_its_time_stamps_and_frames_as_rows(encode: Encode, settings: EncodeSettings) -> None:
-    """4 frames at 1 per second are sampled at 0, 1, 2 and 3 s, so the time stamps are 0.5 s and 2.5 s."""
+    """4 frames are sampled at 0, 1, 2 and 3 s. Two frames form a patch, so the time stamps are 0.5 s and 2.5 s."""
     item = encode(MediaSource(kind="video", data=video(grey_frames([0, 80, 160, 240], 32, 64), rate=1)))
     stamps = [PromptTokenizer(Path(settings.model_folder)).encode_plain(f"<{at} seconds>") for at in ("0.5", "2.5")]
     expected = [*stamps[0], START, VIDEO, VIDEO, END, *stamps[1], START, VIDEO, VIDEO, END]
     assert item.ids.tolist() == expected
     assert item.placeholder == [VIDEO] and item.seconds == 2.0
-    first = len(stamps[0]) + 1  # the first frame's first row: the column advances; time and row stay
+    first = len(stamps[0]) + 1  # in the first frame's first row the column advances; time and row stay
     assert item.rotary_offsets[:, first : first + 3].tolist() == [[first, first, first + 2]] * 2 + [
         [first, first + 1, first + 2]
     ]
@@ -98,7 +98,7 @@ def test_an_odd_number_of_frames_and_a_single_one(encode: Encode, frames_of) -> 
     assert (item.frames, item.grid[0]) == (2, 1) and _levels(frames_of(item)) == pytest.approx([90, 90], abs=2)
 
 
-# Numpy rotation of the frame → the matrix of a track header: a, b, c, d of x' = a x + c y, y' = b x + d y; y points
+# Numpy rotation of the frame → the matrix of a track header: a, b, c, d of x' = a x + c y, y' = b x + d y. y points
 # down.
 TURNS = {0: (1, 0, 0, 1), -1: (0, 1, -1, 0), 2: (-1, 0, 0, -1), 1: (0, -1, 1, 0)}
 

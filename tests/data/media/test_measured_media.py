@@ -1,4 +1,4 @@
-"""Videos have the rate and orientation that FFmpeg's tools report, and audio files written to a pipe are read."""
+"""Tests that videos have the rate and orientation that FFmpeg's tools report, and that piped audio files are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
         ((-1, 0, 0, 1), PICTURE[:, ::-1]),  # mirrored: the top stays at the top
         ((1, 0, 0, -1), PICTURE[::-1]),
         ((-1, 0, 0, -1), PICTURE[::-1, ::-1]),
-        ((0, 1, -1, 0), np.rot90(PICTURE, -1)),  # a phone that is held upright: rotated to the right
+        ((0, 1, -1, 0), np.rot90(PICTURE, -1)),  # a phone in upright position: rotated to the right
         ((0, -1, 1, 0), np.rot90(PICTURE, 1)),
         ((0, 1, 1, 0), PICTURE.transpose(1, 0, 2)),
         ((0, -1, -1, 0), np.rot90(PICTURE, 2).transpose(1, 0, 2)),
@@ -62,7 +62,7 @@ def video(times_ms: list[int], form: str, codec: str) -> io.BytesIO:
     "times", [list(range(0, 4000, 250)), [0, 100, 200, 1000, 1100, 2000, 2500, 2700], [0, 40, 80, 3000]]
 )
 def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
-    """Its header claims 1,000 frames per second; browsers write no rate at all."""
+    """The header claims 1,000 frames per second. Browsers write no rate."""
     file = video(times, "matroska", "libvpx")
     index = video_index(file, "matroska", MediaLimits())
     measured = (times[-1] - times[0]) / 1000
@@ -72,7 +72,7 @@ def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
 
 
 def test_a_plan_and_a_run_take_one_rate_for_an_mp4_of_variable_rate() -> None:
-    """25 frames per second, then 5. H.264 reorders its frames, so the header lacks some of their time."""
+    """25 frames per second, then 5. H.264 reorders frames, so the header lacks some of the duration."""
     file = video([*range(0, 1000, 40), *range(1000, 4000, 200)], "mp4", "h264")
     planned, index = video_header(file, "mov", LIMITS), video_index(file, "mov", LIMITS)
     assert planned == index.header
@@ -106,7 +106,7 @@ def test_a_wav_of_a_pipe_has_the_samples_that_are_there(size: int, whole: int) -
 
 def test_a_flac_of_a_pipe_is_read_to_its_end() -> None:
     flac = with_flac_samples(stored(tone(1.0), "FLAC"), 0)
-    assert heard(flac) == (30.0, 1.0)  # if the length is unknown, the plan assumes the longest allowed audio
+    assert heard(flac) == (30.0, 1.0)  # for an unknown length, the plan assumes the longest allowed audio
     with pytest.raises(MediaError):
         heard(flac[: len(flac) // 2])
 
@@ -114,7 +114,7 @@ def test_a_flac_of_a_pipe_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("tag", [b"", b"ID3\x03\x00\x00\x00\x00\x01\x00" + bytes(128)])
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
 def test_an_mp3_without_a_count_of_its_frames_is_read_to_its_end(mode: str, tag: bytes) -> None:
-    """With a variable bit rate, a length estimated from the first frame would cut the end."""
+    """With a variable bit rate, an estimate of the length from the first frame would cut the end."""
     counted = io.BytesIO()
     soundfile.write(counted, tone(2.0), 16_000, format="MP3", bitrate_mode=mode, compression_level=0.5)
     assert heard(tag + counted.getvalue()) == (2.0, 2.0)
@@ -133,7 +133,7 @@ def test_the_padding_of_an_mp3_is_not_above_the_limit() -> None:
 @pytest.mark.parametrize("kind", ["audio", "video"])
 @pytest.mark.parametrize(("form", "rate"), [("mp4", 16_000), ("mp4", 44_100), ("mp4", 48_000), ("matroska", 16_000)])
 def test_a_track_of_aac_ends_where_its_sound_ends(form: str, rate: int, kind: MediaKind) -> None:
-    """AAC has packets of 1,024 samples, so the last one is padded: 32,768 samples here for 2 s at 16 kHz."""
+    """AAC has packets of 1,024 samples and pads the last packet: here 32,768 samples for 2 s at 16 kHz."""
     data = film(form=form, rate=rate)
     assert heard(data, MediaLimits(audio_seconds_max=2.0), kind=kind) == (2.0, 2.0)
     with refused("too_long"):

@@ -1,4 +1,4 @@
-"""Tests that headers alone give the rows, patches and bytes of the encoded items."""
+"""Tests that the rows, patches and bytes of encoded items can be computed from file headers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that sizes and time stamps equal those of transformers' Qwen-VL processors, within our limits."""
+"""Tests that sizes and time stamps equal transformers' Qwen-VL processors, within our limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_no_item_has_more_rows_than_the_limits(height: int, width: int, frames: 
 
 
 def _rows(kind: str, limits: MediaLimits, *, frames: int, height: int, width: int) -> int | None:
-    """Returns the rows of an image or a frame, or None if it is refused."""
+    """Returns the rows of an image or a frame, or None for a refusal."""
     try:
         if kind == "image":
             size = image_size(TRIAL_SETTINGS, limits, height=height, width=width)

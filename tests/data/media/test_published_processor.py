@@ -1,4 +1,4 @@
-"""Compares our ids and patches with transformers' Qwen3-VL processor, on frames that are already resized."""
+"""Compares our ids and patches with transformers' Qwen3-VL processor on frames of the right size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 from tests.data.media import published_processor
 
 pytestmark = pytest.mark.sglang
-FPS, NUMBERS = 7.5, [0, 4, 9, 13, 17, 22, 26]  # an odd number of frames, so that the last one is repeated
+FPS, NUMBERS = 7.5, [0, 4, 9, 13, 17, 22, 26]  # an odd number of frames: the last frame is repeated
 
 
 def _settings() -> PatchSettings:

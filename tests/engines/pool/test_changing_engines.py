@@ -1,4 +1,4 @@
-"""Engines join and leave while the pool generates: no sample is lost, none is drawn twice."""
+"""Tests that engines join and leave while the pool generates: no sample is lost or drawn twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines.pool.test_prompt_routing import prompt
 from tests.engines.pool_harness import SHORT, Directory, collect_groups, decodes, generate, until
 
 LONG = SamplingParams(n=3, max_new_tokens=250, banned_token_ids=[EOS])
-SEED = 72  # with this seed all random numbers are at least 2e-5 from the boundary to another token
+SEED = 72  # with this seed no random number is within 2e-5 of the boundary to another token
 
 
 def prompts() -> list[PromptRequest]:
@@ -26,7 +26,7 @@ def prompts() -> list[PromptRequest]:
 def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
     start_slow_engine: Callable[[], Engine],
 ) -> None:
-    """The engine joins during a call, gets prompts, leaves while it generates, and joins again under a new number."""
+    """An engine joins during a call, receives prompts, leaves while it generates, and joins again with a new number."""
     first, second = start_slow_engine(), start_slow_engine()
     calm = dict(generate(Directory(first), prompts(), LONG))
     directory = Directory(first, second, second)
@@ -72,7 +72,7 @@ def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
 
 
 def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Callable[..., Engine]) -> None:
-    """The engine leaves without notice, as after a loss; a call that began with several engines continues with one."""
+    """The engine leaves without notice, as after a loss. A call that began with several engines continues with one."""
     first, second = start_engine(), start_engine()
     given = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
     directory = Directory(first, second)
@@ -94,7 +94,7 @@ def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Calla
 
 
 def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
-    """Without the load, prompts are spread evenly, also if the numbers have gaps. A removed engine has no load."""
+    """Without loads, the router spreads prompts evenly, also if numbers have gaps. Removed engines have no load."""
     router = Router(2, by_load=False)
     router.change_engines([0, 1, 5], leaving=[])
     assert router.choose([prompt(index) for index in range(6)], usable=[0, 1, 5]) == [0, 1, 5, 0, 1, 5]
@@ -103,7 +103,7 @@ def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
     busy.add_load(1, 100.0)
     busy.change_engines([0], leaving=[1])
     busy.subtract_load(1, 40.0)
-    busy.change_engines([0, 1], leaving=[])  # it stays after all
+    busy.change_engines([0, 1], leaving=[])  # the engine does not leave after all
     busy.add_load(0, 70.0)
     assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "60 tokens of load remain there"
     busy.change_engines([0], leaving=[])

@@ -1,4 +1,4 @@
-"""Tests the pool with two real engine processes: the routing of prompts, and the recovery from a killed engine."""
+"""Tests the pool with two real engine processes: routing of prompts, and recovery after an engine is killed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.engines.pool_harness import (
     until,
 )
 
-LENGTHS = SamplingParams(n=4, max_new_tokens=1200, stop_token_ids=[EOS])  # the stop token ends them one by one
-# Rounding differs by about 1e-6 between batch sizes and between CPUs. With this seed, all random numbers are at least
-# 3e-5 from the boundary to another token.
+LENGTHS = SamplingParams(n=4, max_new_tokens=1200, stop_token_ids=[EOS])  # the stop token ends the samples one by one
+# Rounding differs by about 1e-6 between batch sizes and between CPUs. With this seed, no random number is within 3e-5
+# of the boundary to another token.
 LENGTHS_SEED = 21
 
 
@@ -44,7 +44,7 @@ def test_prompts_go_to_their_engines_and_come_back_whole(start_engine: Callable[
     for index, responses in found:
         assert sorted(response.sample for response in responses) == [0, 1, 2]
         assert {response.rid for response in responses} == {f"prompt-{index}"}
-    assert sorted(directory.calls) == [0, 1]  # one request an engine
+    assert sorted(directory.calls) == [0, 1]  # one request per engine
     assert len(ends) == 2  # each engine reports its own times
     alone = generate(Directory(first), prompts, SHORT)
     assert tokens(alone) == tokens(found)  # a sample does not depend on its engine
@@ -60,7 +60,7 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
 def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """One engine is killed in the middle of a group; only the missing samples are requested from the other."""
+    """One engine is killed in the middle of a group. The pool requests only missing samples from the other engine."""
     first, second = start_engine(), start_slow_engine()
     prompts = prompts_of(*([5 + index, 6] for index in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
@@ -88,7 +88,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
 
     found = asyncio.run(scene())
     assert Counter(index for index, _ in found) == dict.fromkeys(range(8), 1)
-    assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
+    assert tokens(found) == expected  # a sample has its seed, so drawing it again gives the same tokens
     assert Counter(response.rid for _, response in directory.came) == {prompt.rid: 4 for prompt in prompts}, (
         "none came twice"
     )
@@ -99,7 +99,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """The only engine is killed while it holds a prompt for a later version; its successor has that version."""
+    """The only engine is killed while it has a prompt for a later version. The engine's successor has this version."""
     first = start_engine()
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
@@ -128,7 +128,7 @@ def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engi
 
 
 def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engine: Callable[..., Engine]) -> None:
-    """A held prompt is silent for a whole train step; the timeout counts from the loss."""
+    """A prompt that waits for weights is silent for a complete train step. The timeout starts at the loss."""
     first = start_engine()
     held = [PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=9)]
     directory = Directory(first)
@@ -144,7 +144,7 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
         await directory.close()
 
     asyncio.run(scene())
-    assert (0, True) in directory.asked  # it was tried again before the pool gave up
+    assert (0, True) in directory.asked  # the pool tried the engine again before it gave up
 
 
 def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
@@ -177,8 +177,8 @@ def breaks_off(prompt: PromptRequest) -> Generated:
 def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No response comes for longer than the timeout, because the running engine waits for new weights."""
-    # Both numbers are one process, so each would report the other's load.
+    """There is no response for longer than the timeout, because the running engine waits for new weights."""
+    # Both engine numbers are the same process, so each number would report the load of both.
     monkeypatch.setattr(EnginePool, "_poll_loads", lambda pool: None)
     running = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
@@ -207,7 +207,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
 def test_what_a_silent_engine_owes_is_asked_of_another(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine is stopped while it holds prompts; after it continues, it drops them and gets new prompts."""
+    """The engine is stopped while it has prompts. After it continues, it drops these prompts and gets new prompts."""
     running, silent = start_engine(), start_engine()
     prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
     expected = tokens(generate(Directory(running), prompts, SHORT))
@@ -241,7 +241,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
 
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
-    """Each poll that waits for it blocks one of a few threads, which rewards and aborts need."""
+    """Each poll of the frozen engine blocks one of a few threads, and rewards and aborts need these threads."""
     heard: list[int] = []
     monkeypatch.setattr(EnginePool, "_record_other_load", lambda pool, number, others: heard.append(number))
     engine = start_engine()
@@ -261,7 +261,7 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
         await until("no poll has ended", lambda: sorted(heard) == [0, 1])
 
         def polled_again() -> bool:
-            pool._poll_loads()  # skips an engine until the loop has removed its ended poll
+            pool._poll_loads()  # skips an engine until the loop has removed the engine's ended poll
             return heard.count(0) > 1 and heard.count(1) > 1
 
         await until("it is polled no more", polled_again)
@@ -279,7 +279,7 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
 
 
 def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
-    """Its health check succeeds but its responses break off; the retries are limited."""
+    """The health check of the engine succeeds, but its responses break off. The number of retries is limited."""
     directory = Directory(start_engine())
     flawed = Flawed(directory, {0: breaks_off})
 

@@ -1,4 +1,4 @@
-"""Tests a control call to several engines: each has a separate outcome, and errors name the failed engines."""
+"""Tests a control call to several engines: each engine has a separate outcome, and errors name failed engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a prompt's missing samples: the next request for them, and the join of a response from its parts."""
+"""Tests a prompt's missing samples: the next request for these samples, and the join of a response from parts."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
     prompt = open_prompt(4)
     prompt.ask(0)
     prompt.take(generated(0, [5, 6], reason="abort"))
-    prompt.take(generated(1, [], reason="abort"))  # it had not begun
+    prompt.take(generated(1, [], reason="abort"))  # the sample had not begun
     prompt.take(generated(2, [9], reason="stop"))
     prompt.take(generated(3, [], reason="abort"))
     together, alone = prompt.ask(0)
     assert (together.samples, together.generated, together.input_ids) == ([1, 3], 0, [7, 8])
     assert (alone.samples, alone.generated, alone.input_ids) == ([0], 2, [7, 8, 5, 6])
     prompt.take(generated(0, [7], reason="length", versions=1))
-    assert prompt.lose() == 2  # the engine fails; no prefix is lost, and 1 and 3 had none
+    assert prompt.lose() == 2  # the engine fails; the prefixes are kept, and samples 1 and 3 had no prefix
     prompt.ask(1)
     prompt.take(generated(1, [4], reason="stop"))
     prompt.take(generated(3, [3], reason="stop"))
@@ -106,7 +106,7 @@ def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
 
 @given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
 def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list[tuple[int, int]]]) -> None:
-    """``pieces`` holds for each request the (tokens, version) that it generated, in order."""
+    """``pieces`` holds for each request the generated (tokens, version) pairs in order."""
     whole: Generated | None = None
     expected: list[int] = []
     for piece in pieces:

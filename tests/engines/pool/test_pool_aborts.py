@@ -1,4 +1,4 @@
-"""Tests that aborted samples continue from their prefixes, and that cancelled prompts end at the engine."""
+"""Tests that aborted samples continue from their prefixes, and that engines end cancelled prompts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.engines.pool_harness import (
 )
 from tests.responses import response
 
-# Rounding differs by about 1e-6 between batch sizes and between CPUs. With these seeds, all random numbers are at least
-# 2e-5 from the boundary to another token.
+# Rounding differs by about 1e-6 between batch sizes and between CPUs. With these seeds, no random number is within 2e-5
+# of the boundary to another token.
 ABORTED_SEED, DIES_SEED = 72, 33
 TOKENS = 250
 
@@ -40,7 +40,7 @@ TOKENS = 250
 def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
     start_slow_engine: Callable[[], Engine],
 ) -> None:
-    """Under the same weights they get the tokens of an undisturbed run; random numbers depend on the position."""
+    """With the same weights the samples get the tokens of an undisturbed run: random numbers depend on the position."""
     engine = start_slow_engine()
     params = SamplingParams(n=3, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     prompts = prompts_of([5, 6], [7], [8, 9], seed=ABORTED_SEED)
@@ -76,7 +76,7 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
 def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
     start_slow_engine: Callable[[], Engine], tmp_path: Path
 ) -> None:
-    """Tokens keep version and kept set; tokens after the change are the new weights' tokens for the whole prefix."""
+    """Tokens keep version and kept set. After the change, the new weights sample tokens for the complete prefix."""
     engine, new = start_slow_engine(), make_model(None, seed=1)
     params = SamplingParams(
         n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS], top_p=0.9, top_k=12, return_kept_tokens=True
@@ -108,7 +108,7 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], response: list[int], kept: KeptTokens) -> list[float]:
-    """Returns the log-probs of the response's tokens over their kept sets; no set has the end token."""
+    """Returns the log-probs of the response's tokens over their kept sets. Kept sets never contain the end token."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     mask = kept.mask()
     assert not mask[:, EOS].any() and mask.sum(1).max() <= 12
@@ -143,10 +143,10 @@ def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_slow_engine: Cal
 def test_an_engine_dies_when_another_has_what_it_was_asked_for(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """An aborted prompt was sent to another engine; the first stream continued with other prompts and then broke."""
+    """An aborted prompt moves to another engine. The first stream continues with other prompts and then breaks."""
     first, second = start_slow_engine(), start_engine()
     params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
-    # prompts 0 and 2 go to engine 0; when 0 is aborted, it goes to engine 1
+    # prompts 0 and 2 go to engine 0; the aborted prompt 0 then goes to engine 1
     prompts = prompts_of([5], [6, 7], [8, 9, 4], seed=DIES_SEED)
     expected = tokens(generate(Directory(second), prompts, params))
     directory = Directory(first, second)
@@ -166,7 +166,7 @@ def test_an_engine_dies_when_another_has_what_it_was_asked_for(
 
     assert tokens(asyncio.run(scene())) == expected
     assert Counter(prompt.rid for engine, prompt in directory.requests if engine == 1) == {
-        "prompt-0": 2,  # each sample from its own prefix
+        "prompt-0": 2,  # each sample continues from its own prefix
         "prompt-1": 1,
         "prompt-2": 1,
     }

@@ -15,7 +15,7 @@ from relax_core.engines.engine_pool import LONG_PREFIX, OpenPrompt, Router
 
 
 def prompt(index: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
-    """Returns a prompt whose tokens differ from those of other prompts from ``first`` on."""
+    """Returns a prompt. Its tokens from ``first`` on differ from other prompts."""
     ids = [1] * first + [10 + index] * (tokens - first)
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
     return OpenPrompt(index=index, tie=index, request=request, n=1, cost=cost)
@@ -57,7 +57,7 @@ def test_without_load_only_the_prompt_batch_itself_counts() -> None:
 
 
 def test_without_load_what_engines_saw_under_older_weights_does_not_count() -> None:
-    """After a resume these prefixes are unknown, and the engines have dropped them."""
+    """After a resume the router does not know these prefixes, and the engines have dropped them."""
 
     def batch(version: int) -> list[OpenPrompt]:
         made = [prompt(i, tokens=2 * LONG_PREFIX, first=2 * LONG_PREFIX - 1) for i in range(6)]
@@ -77,10 +77,10 @@ def test_a_long_common_prefix_stays_where_it_is_known() -> None:
     long = LONG_PREFIX + 40
     (first,) = router.choose([prompt(0, tokens=long, first=LONG_PREFIX)], usable=[0, 1])
     assert first == 0
-    # Tie 1 alone would choose engine 1; the prefix is cached at engine 0.
+    # By the tie-breaker 1 engine 1 would be chosen, but engine 0 has the prefix in its cache.
     assert router.choose([prompt(1, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [0]
     assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix is routed independently"
-    router.add_load(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew
+    router.add_load(0, 250.0)  # engine 0 is more than one prompt ahead, so engine 1 prefills the prefix again
     assert router.choose([prompt(3, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [1]
     spread = Counter(router.choose([prompt(i, tokens=long, first=LONG_PREFIX) for i in range(8)], usable=[0, 1]))
     assert abs(spread[0] - spread[1]) <= 4, "cached at all engines by now, so the load decides"
@@ -93,7 +93,7 @@ def test_a_short_prefix_says_nothing() -> None:
 
 
 def finish(router: Router, engine: int, open_prompt: OpenPrompt, answer: list[int]) -> None:
-    """Finishes a prompt's one response at an engine."""
+    """Finishes the only response of a prompt at an engine."""
     open_prompt.asked.add(0)
     arrays = [np.array(values) for values in (answer, [0.0] * len(answer), [0] * len(answer))]
     ids, logprobs, versions = arrays
@@ -109,19 +109,19 @@ def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> No
     router = Router(2, by_load=True)
     first = prompt(0, tokens=20)
     assert router.choose([first], usable=[0, 1]) == [0]
-    answer = [7] * 130  # the engine has sampled most of the next prompt itself
+    answer = [7] * 130  # the engine has sampled most of the next prompt
     finish(router, 0, first, answer)
     following = PromptRequest(rid="g", input_ids=first.request.input_ids + answer + [5] * 30, sampling_seed=0)
-    turn = OpenPrompt(index=1, tie=1, request=following, n=1, cost=100.0)  # tie 1 alone would choose engine 1
+    turn = OpenPrompt(index=1, tie=1, request=following, n=1, cost=100.0)  # the tie-breaker 1 would choose engine 1
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.add_load(0, 100.0)  # its load is higher by this turn
+    router.add_load(0, 100.0)  # the engine's load is higher by this turn
     assert router.choose([turn], usable=[0, 1]) == [0]
-    router.add_load(0, 1.0)  # its load is higher by more
+    router.add_load(0, 1.0)  # the engine's load is higher by more than this turn
     assert router.choose([turn], usable=[0, 1]) == [1]
 
 
 def item(digest: str, rows: int) -> MediaItem:
-    """Returns an image whose rows all have the id 9."""
+    """Returns an image. All of its rows have the token id 9."""
     ids = np.full(rows, 9, dtype="<i4").tobytes()
     offsets = np.zeros((3, rows), dtype="<i4").tobytes()
     return MediaItem(
@@ -138,7 +138,7 @@ def item(digest: str, rows: int) -> MediaItem:
 
 
 def test_pictures_are_part_of_a_prefix() -> None:
-    """Two images with the same question have equal ids, but different cache entries."""
+    """Two images with the same question have equal token ids, but different cache entries."""
     router = Router(2, by_load=True)
 
     def picture(index: int, digest: str) -> OpenPrompt:

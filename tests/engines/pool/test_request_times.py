@@ -1,4 +1,4 @@
-"""Tests the recorded intervals with running requests of each engine of a pool."""
+"""Tests the recorded intervals during which an engine of a pool has running requests."""
 
 from __future__ import annotations
 

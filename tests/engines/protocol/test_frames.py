@@ -1,4 +1,4 @@
-"""Tests that frames and events are parsed from any split of the byte stream."""
+"""Tests that frames and events can be parsed from any split of the byte stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPERTS = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
 
 
 def finished(sample: int) -> Finished:
-    """Returns a response of ``sample`` tokens; newer weights generated the last token."""
+    """Returns a response of ``sample`` tokens. Newer weights generated the last token."""
     return Finished(
         rid="a",
         prompt=1,
@@ -86,7 +86,7 @@ def event(index: int, ids: list[int], count: int, *, finish: str | None, spans: 
 @pytest.mark.parametrize("cut", [1, 7, 10_000])
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
-    """SGLang sends all previous tokens by default, and only the new ones with incremental_streaming_output."""
+    """By default SGLang sends all tokens so far. With incremental_streaming_output it sends new tokens only."""
     parts = [[5, 6], [7], [8, 9, 10]]
     raw = b""
     sent: list[int] = []
@@ -124,7 +124,7 @@ def replaced(event: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_computed() -> None:
-    """The first version ended before it sampled a token, and computed only a part of the prompt."""
+    """The first version computed a part of the prompt, and ended before it sampled a token."""
     whole = event(0, [5, 6, 7], 3, finish="stop")
     spans = (
         b'{"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 2}, '
@@ -149,7 +149,7 @@ def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_respon
 
 
 def test_the_number_of_prompt_tokens_is_compared_with_the_request() -> None:
-    """The count includes the tokens that a response continues from, which are not part of the prompt."""
+    """The count includes the earlier tokens of a continued response, which are not part of the prompt."""
     again = PromptRequest(rid="a", input_ids=[1, 2, 3], sampling_seed=0, generated=1)
 
     def found(tokens: int) -> Generated | ReceivedTokens | str:

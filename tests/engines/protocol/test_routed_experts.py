@@ -1,4 +1,4 @@
-"""Tests routed experts: the slots' table, SGLang's encoding, and the join of a response from several requests."""
+"""Tests routed experts: the table of slots, SGLang's encoding, and the join of a response from several requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def answer(ids: list[int], prompt: np.ndarray | None, response: np.ndarray | Non
 
 def test_a_response_that_went_on_elsewhere_keeps_the_experts_of_its_first_part() -> None:
     first = experts(5)  # prompt of 3, tokens 1 and 2 of 3
-    again = experts(6, start=100)  # the same 6 tokens, prefilled with other weights
+    again = experts(6, start=100)  # the same 6 tokens again, prefilled with other weights
     more = experts(1, start=200)  # token 1 of the 2 new tokens
     before, after = answer([1, 2, 3], first[:3], first[3:]), answer([4, 5], again, more)
     whole = joined(before, after)
@@ -84,7 +84,7 @@ def test_a_part_that_never_ran_adds_no_experts() -> None:
 
 
 def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
-    """If SGLang aborts a sample whose prompt came from its cache, the response has tokens but no experts."""
+    """If SGLang aborts a sample with a cached prompt, the response has tokens but no experts."""
     again, more = experts(6, start=100), experts(1, start=200)  # prompt of 3, tokens 1 to 3; token 4
     last = answer([4, 5], again, more)
     whole = joined(answer([1, 2, 3], None, None), last)

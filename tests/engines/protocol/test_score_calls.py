@@ -1,4 +1,4 @@
-"""Tests the parsing of an engine's reply to a scoring request."""
+"""Tests how an engine's response to a scoring request is parsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.engines.protocol.engine_client import TokensToScore, read_scores
 
-ROW = TokensToScore(input_ids=[5, 6, 7, 8], first=2)  # tokens 7 and 8
+ROW = TokensToScore(input_ids=[5, 6, 7, 8], first=2)  # scores the tokens 7 and 8
 GIVEN = [[None, 6, None], [-0.5, 7, None], [-0.25, 8, None]]
 
 

@@ -1,4 +1,4 @@
-"""Compares stop strings with the plain definition: a search in the text of all previous tokens, after every token."""
+"""Compares stop strings with the plain definition: after every token, search in the text of all tokens so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.engines.protocol.stop_strings import StopStrings
 
 
 def byte_level() -> Tokenizer:
-    """Returns a byte-level tokenizer as of Qwen and Llama: a character may span several tokens."""
+    """Returns a byte-level tokenizer, like Qwen and Llama: a character may span several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges = [("<", "/"), ("a", "b"), ("Ġ", "a"), ("</", "a")]
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """Returns a SentencePiece tokenizer as of Mistral: a token at the start of a text loses its space."""
+    """Returns a SentencePiece tokenizer, like Mistral: a token at the start of a text loses its space."""
     pieces = ["▁", "▁a", "a", "b", "▁b", "</", ">", "ab", "é", ".", "▁."]
     core = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="a"))
     core.normalizer = normalizers.Replace(" ", "▁")
@@ -64,7 +64,7 @@ def test_the_token_that_completes_a_string_ends_the_response(kind: str, data: st
 
 
 def test_most_tokens_need_no_look() -> None:
-    """Otherwise each step would decode the text of every sample."""
+    """Otherwise each decode step would decode the text of every sample."""
     finder = StopStrings(TOKENIZERS["bytes"], ["</a>"])
     plain = np.array([TOKENIZERS["bytes"].token_to_id(letter) for letter in "bcdefghi"])
     assert finder.may_complete(plain).tolist() == []

@@ -1,4 +1,4 @@
-"""Tests that all files of a server are named after its folder and are removed with it."""
+"""Tests that all files of a server are named after the server's folder and are removed with this folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_killed_server_of_several_processes_leaves_nothing(tmp_path: Path) -> None:
-    """The server's first process and a child have semaphores and shared memory that Python named."""
+    """The server's first process and a child have semaphores and shared memory with names from Python."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     folder = new_scratch()

@@ -1,4 +1,4 @@
-"""Tests that one sender at a time changes a server's weights, and that a killed sender delays no other."""
+"""Tests that one sender at a time changes a server's weights, and that a killed sender delays no other sender."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_holder_that_is_stopped_is_waited_for_until_the_deadline_and_one_that_
             holder.kill()
     mine = SenderLock(URL, timeout_s=0.2)
     mine.take(tmp_path)
-    mine.take(tmp_path)  # a sender whose last update was interrupted takes the lock again
+    mine.take(tmp_path)  # after an interrupted update, a sender takes the lock again
     mine.give_back()
 
 

@@ -1,4 +1,4 @@
-"""Tests the start of an SGLang server: flags, version, and the replacements on a CPU."""
+"""Tests the start of an SGLang server: flags, version, and the functions that are replaced on a CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_our_paths_stay_out_of_its_environment(tmp_path: Path, monkeypatch: pyte
 
 
 def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variable, SGLang keeps no features on a large Hopper GPU."""
+    """Without this environment variable, SGLang caches no features on a large Hopper GPU."""
     write_settings(tmp_path, tiny_config("tiny_qwen3_vl"))
     monkeypatch.delenv(FEATURE_MIB, raising=False)
     assert int(launch(tmp_path).environment()[FEATURE_MIB]) == SPEC.feature_mib > 0
@@ -77,7 +77,7 @@ def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytes
     ("model", "dealt"), [("tiny_qwen3_vl", True), ("tiny_qwen3_omni", False), ("tiny_qwen3", False)]
 )
 def test_images_are_dealt_to_the_ranks_of_an_engine_as_in_the_trainer(tmp_path: Path, model: str, dealt: bool) -> None:
-    """SGLang 0.5.23 splits the tower of Qwen3-Omni over the ranks regardless of the flag."""
+    """SGLang 0.5.23 ignores the flag for Qwen3-Omni and splits its tower over the ranks."""
     write_settings(tmp_path, tiny_config(model), tiny_omni_files() if model == "tiny_qwen3_omni" else None)
     server = launch(tmp_path)
     assert ("--mm-enable-dp-encoder" in replace(server, shard_media=True).command()) == dealt
@@ -95,7 +95,7 @@ def test_versions_that_are_refused_name_the_pinned_one(version: str) -> None:
 
 
 def test_random_numbers_on_a_cpu_are_murmurhash3() -> None:
-    """Compares with the C library of the hash's author."""
+    """Compares with the C library by the hash's author."""
     import mmh3
 
     from relax_core.engines.sglang.cpu.sgl_kernel import murmur_hash32

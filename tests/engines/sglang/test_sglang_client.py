@@ -1,4 +1,4 @@
-"""Tests the SGLang client with invalid answers of a server, and with SGLang's aborts."""
+"""Tests the SGLang client with invalid responses of a server, and with SGLang's aborts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 def serving(info: bytes, *events: bytes) -> Iterator[str]:
     """Starts an HTTP server; yields its address.
 
-    It answers every GET with ``info``, and POSTs in turn with ``events``; the last event answers all later POSTs.
+    The server answers every GET with ``info``. It answers POSTs with ``events`` in order; the last event answers all
+    later POSTs.
     """
     left = list(events)
 
@@ -41,7 +42,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
             self.send_header("Content-Type", "text/event-stream" if self.command == "POST" else "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # the client has read enough of the other call
+            with suppress(ConnectionError):  # the client has stopped reading the other call
                 self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
@@ -68,7 +69,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
     ],
 )
 def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, int], info: bytes, events: bytes) -> None:
-    """The error is raised also if the prompts of one call wait for different versions."""
+    """The client raises the error even if the prompts of one call wait for different versions."""
     prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
 
     async def collect(url: str) -> list[Generated]:
@@ -94,7 +95,7 @@ def kept_by(event: bytes) -> Generated:
 
 
 def response_by(*events: bytes, params: SamplingParams) -> Generated:
-    """Returns the response of a server that answers its requests in turn with these events, under version 3."""
+    """Returns the response of a server that answers requests with these events in order, under version 3."""
 
     async def collect(url: str) -> list[Generated]:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
@@ -113,7 +114,7 @@ def response_by(*events: bytes, params: SamplingParams) -> Generated:
 
 @pytest.mark.parametrize("reason", ["abort", "length"])
 def test_tokens_that_no_attested_weights_have_sampled_are_cut_off(reason: str) -> None:
-    """The server restarts, or an update fails, while it samples; the rest is requested again, as after an abort."""
+    """During sampling the server restarts or an update fails. The client requests the rest again, as after an abort."""
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "default", "start": 1, "end": 2}]
     generated = response_by(finished(weight_versions=spans, finish_reason={"type": reason}), params=SamplingParams())
     assert (generated.output_ids.tolist(), generated.versions.tolist(), generated.finish_reason) == ([5], [3], "abort")
@@ -150,7 +151,7 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
     [([], 0, "abort"), ([5, 6], 0, "abort"), ([5, 3], 0, "stop"), ([5, 6, 7, 8], 0, "length"), ([5, 6], 2, "length")],
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
-    """Otherwise the response would continue after its stop token, or be requested again without tokens left."""
+    """Otherwise the response would continue after its stop token, or be requested again with no tokens left."""
     sampled = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(sampled, params, generated=generated, limit=params.max_new_tokens) == found
@@ -160,10 +161,10 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
     ("first", "cached", "found"),
     [
         (VersionSpan(0, 4, 7), 0, False),
-        (VersionSpan(0, 4, 7), 3, False),  # cached under the version that continued
-        (VersionSpan(0, 4, 8), 0, False),  # it waited until the next version was loaded
+        (VersionSpan(0, 4, 7), 3, False),  # cached by the version that continued
+        (VersionSpan(0, 4, 8), 0, False),  # the request waited until the next version was loaded
         (VersionSpan(0, 4, 8), 3, True),
-        (VersionSpan(0, 0, 7), 0, True),  # some chunks under 7, its tokens under 8
+        (VersionSpan(0, 0, 7), 0, True),  # some prompt chunks under 7, the tokens under 8
     ],
 )
 def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: int, found: bool) -> None:

@@ -11,8 +11,8 @@ from relax_core.engines.sglang import sglang_patches
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 
 pytestmark = pytest.mark.sglang
-# No CUDA build of torch is available here. This library defines the operators as a loaded torchvision does: by static
-# initializers; a second definition of an operator calls std::terminate.
+# No CUDA build of torch is available here. This library defines the operators by static initializers, like a loaded
+# torchvision. A second definition of an operator calls std::terminate.
 OPERATORS = """
 #include <torch/library.h>
 TORCH_LIBRARY_FRAGMENT(torchvision, library) {
@@ -42,7 +42,7 @@ def imported(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_operators_that_the_library_lacks_are_defined() -> None:
-    """The environment has a CPU build of torch, with which torchvision's own library does not load."""
+    """The environment has a CPU build of torch. With it torchvision's compiled library does not load."""
     done = imported()
     assert (done.returncode, done.stdout.splitlines()) == (0, SCHEMAS), done.stderr
 

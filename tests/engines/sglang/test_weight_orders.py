@@ -1,4 +1,4 @@
-"""Tests the commands to Relax's weight loader inside SGLang: their encoding and their effects."""
+"""Tests the commands for Relax's weight loader inside SGLang: their encoding and their effects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TENSORS = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4), "model.no
 
 
 class Model:
-    """Loads weights as SGLang's models do, which skip unknown names."""
+    """Loads weights like SGLang's models: skips unknown names."""
 
     def __init__(self, *, tied: bool = False, own: Iterable[str] = TENSORS) -> None:
         self.loaded: dict[str, Tensor] = {}
@@ -51,7 +51,7 @@ class Model:
 
 
 class OneGlobal(pickle.Unpickler):
-    """Unpickles with one allowed global; SGLang's unpickler allows few, and the payload needs one."""
+    """Unpickles with one allowed global, which the payload needs. SGLang's unpickler allows few globals."""
 
     def find_class(self, module: str, name: str) -> Any:
         assert (module, name) == ("torch", "Tensor")
@@ -128,6 +128,6 @@ def test_what_comes_in_otherwise_is_attested_at_its_end(tmp_path: Path) -> None:
         follow_order(Attest(digest, str(tmp_path / "o")), model)
         found = outcome(tmp_path / "o")
         assert found is None if expected is None else expected in (found or "")
-        model.load_weights(names)  # no digest is stored any more
+        model.load_weights(names)  # the digest is no longer stored
     follow_order(Attest(digest, str(tmp_path / "o")), Model())
     assert outcome(tmp_path / "o") == "no digest was kept of the tensors that came in"

@@ -1,4 +1,4 @@
-"""Waiting for weight versions: one call of the bus at a time; waits end with the run."""
+"""Tests waiting for weight versions: there is one bus call at a time, and waits end with the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.roles.rollout_worker import VersionsReached
 
 
 class Versions:
-    """A bus that returns these versions, one per call, and then always the last version."""
+    """A bus that returns these versions, one per call, and then repeats the last version."""
 
     def __init__(self, *versions: int) -> None:
         self.left = list(versions)

@@ -1,6 +1,6 @@
-"""Other ranks and a bus with groups of several sizes, for the tests of the worker group.
+"""Fixtures of the worker group's tests: other ranks, and a bus with groups of several sizes.
 
-Modules that import Ray are imported in the fixtures: Ray must not be imported before the session has set its token.
+The fixtures import the modules that import Ray, because Ray must not be imported before the session has set its token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.trees import answers_tree, with_tokens
 if TYPE_CHECKING:
     pass
 
-ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
+ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # for each group on the bus: the number of tokens per answer
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunCo
 
 @pytest.fixture(scope="module")
 def bus(context: RunContext) -> Iterator[BlockingBus]:
-    """Returns a bus with a group for each of `ANSWERS`; the answers of a group share one prompt of 3 rows."""
+    """Returns a bus with a group for each entry of `ANSWERS`. The answers of a group share one prompt of 3 rows."""
     from relax_core.bus.factory import create_bus
 
     made = create_bus(
@@ -80,7 +80,7 @@ def bus(context: RunContext) -> Iterator[BlockingBus]:
 
 @pytest.fixture(scope="module")
 def lease(bus: BlockingBus, context: RunContext) -> Lease:
-    """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
+    """Returns a lease of all groups without tokens, like the lead of several data-parallel ranks. No test ends it."""
     from relax_core.roles.trainer.rank_worker import policy_columns
     from tests.roles.trainer.worker_group_harness import STEP
 
@@ -99,7 +99,7 @@ def lease(bus: BlockingBus, context: RunContext) -> Lease:
 
 @pytest.fixture
 def groups(bus: BlockingBus, lease: Lease, context: RunContext) -> list[TokenTree]:
-    """Returns the whole groups, as the lead of one data-parallel rank has them."""
+    """Returns the complete groups, like the lead rank of one data-parallel rank."""
     from relax_core.roles.trainer.rank_worker import policy_columns
 
     uids = [row.group_uid for row in lease.rows]

@@ -1,6 +1,6 @@
-"""Workers that add columns retry after each deadline, lease whole steps, and lease again after an expired lease.
+"""Tests workers that add columns: they retry after timeouts, lease complete steps, and lease again after lost leases.
 
-The first tests run on the bus core.
+The first tests use the bus core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWED = "rollout has no group in flight and owes new ones"
 
 
 class LateBus:
-    """Runs a worker's calls on the bus core; a call that must wait calls ``meanwhile`` and times out."""
+    """Runs a worker's calls on the bus core. A call that must wait calls ``meanwhile`` and times out."""
 
     def __init__(self, core: ReplayBuffer, meanwhile: Callable[[int], object]) -> None:
         self._core, self._meanwhile = core, meanwhile
@@ -114,7 +114,7 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
 
 
 class ReplayBufferBus:
-    """Runs the calls of the role on the bus core; a call that must wait times out at once."""
+    """Runs the calls of the role on the bus core. A call that must wait times out at once."""
 
     def __init__(self, core: ReplayBuffer) -> None:
         self._core = core
@@ -151,7 +151,7 @@ def test_a_whole_step_is_waited_for() -> None:
 
 
 def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
-    """A step's group becomes stale after it got its advantages; only its replacement arrives before the step ends."""
+    """A step's group is lost after it got its advantages. Only its replacement arrives before the step ends."""
     core = make_core(max_staleness=1)
     old, on_policy, *later = core.admit(4)
     core.put([make_row(old), make_row(on_policy)])
@@ -161,7 +161,7 @@ def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
     lease = core.lease(for_actor(0))
     assert lease is not None
     core.ack([lease.lease_id], step=0, dropped={})
-    # The trainer holds one of the two groups of step 1; the other is lost with its advantages.
+    # The trainer leases one of the two groups of step 1. The other group is lost with its advantages.
     held = core.lease(for_actor(1, groups=1))
     assert held is not None
     lost = next(uid for uid, group in core.groups.items() if group.actor_step is None)
@@ -201,7 +201,7 @@ def bus(ray_session: str, context: RunContext) -> Iterator[BlockingBus]:
 
 
 class Annotator(ColumnWorker):
-    """Maps the items of its groups; the first lease lasts until the file of its item is removed."""
+    """Maps the media items of its groups. The first lease lasts until the file of its item is removed."""
 
     task = "annotator"
     inputs = INPUTS
@@ -221,7 +221,7 @@ class Annotator(ColumnWorker):
         return {uid: {"b": b"y"} for uid in media}
 
     def wait_gone(self) -> None:
-        """Waits until the file of the first item is removed."""
+        """Blocks until the file of the first item is removed."""
         raise NotImplementedError
 
 
@@ -254,7 +254,7 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
         worker = Slow("annotator-0", context)
         wait_until(begun.is_set, what="the lease of the first group")
         trained = bus.lease(for_actor(0, groups=1), timeout_s=T)  # the actor does not wait for the column
-        bus.ack([trained.lease_id], step=0, dropped={}, timeout_s=T)  # so the lease alone keeps the item, for a second
+        bus.ack([trained.lease_id], step=0, dropped={}, timeout_s=T)  # then only the lease keeps the item, for a second
         wait_until(lambda: not gone.exists(), what="the removal of the item")
         bus.put([make_row(admissions[1], columns=media_columns([late]))], timeout_s=T)
         done = LeaseRequest(task="actor", columns=("a", "b"), max_groups=1, step=1)

@@ -1,4 +1,4 @@
-"""Ranks read the same trees of a step's groups as the lead would have sent, each group once per step."""
+"""Tests that ranks read the same trees that the lead rank would send, and read each group once per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP, MAX_STALENESS = 2, 1  # the trees' tokens have versions 0, 1 and 2
 
 
 class ReplayBufferBus:
-    """Runs `Bus.read` on the bus core; ``reads`` holds the groups of each call."""
+    """Runs `Bus.read` on the bus core. ``reads`` holds the groups of each call."""
 
     def __init__(self, core: ReplayBuffer) -> None:
         self._core = core
@@ -38,7 +38,7 @@ class ReplayBufferBus:
 
 
 def random_groups(core: ReplayBuffer) -> list[TokenTree]:
-    """Puts one group per admission; some have old tokens, episodes that share sampled rows, and several roots."""
+    """Puts one group per admission. Some groups have old tokens, episodes that share sampled rows, or several roots."""
     random = np.random.default_rng(5)
     trees = []
     for admission in core.admit(GROUPS):
@@ -67,7 +67,7 @@ def rank_rows(bus: Any) -> RankGroups:
 
 
 def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list[TokenTree]]]:
-    """Returns the share of each of two ranks in each micro-batch."""
+    """Returns for each micro-batch the shares of the two ranks."""
     batcher = MicroBatcher(budget_rows, ranks=2)
     batches = [*batcher.add(trees), batcher.flush()]
     return [split_over_ranks(batch, 2) for batch in batches]
@@ -88,7 +88,7 @@ def assert_same_tree(tree: TokenTree, expected: TokenTree) -> None:
 
 @pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
 def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> None:
-    """The lead splits trees without tokens; each rank's parts equal those of whole trees."""
+    """The lead rank splits trees without tokens. Each rank's parts equal the parts of complete trees."""
     core = make_core(groups_per_step=GROUPS, group_size=64)
     random_groups(core)
     first, second = (leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS // 2) for _ in range(2))
@@ -130,7 +130,7 @@ def test_a_row_is_read_once_a_step_and_with_its_neighbours() -> None:
     rank.trees(STEP, parts_of(structures[1:3], lease_ids))
     rank.trees(STEP, parts_of(structures[::-1][-3:], lease_ids))  # a later epoch
     assert bus.reads == [uids[:2], uids[2:3]]
-    rank.trees(STEP + 1, parts_of(structures[:1], lease_ids))  # read again, because other tokens may be too old
+    rank.trees(STEP + 1, parts_of(structures[:1], lease_ids))  # read again: more tokens may be too old
     assert bus.reads[2:] == [uids[:1]]
 
 

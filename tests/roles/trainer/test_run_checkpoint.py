@@ -1,4 +1,4 @@
-"""A run's checkpoints are consistent snapshots, are written in parallel to steps, and report their failures."""
+"""Tests a run's checkpoints: they are consistent snapshots, written in parallel to steps, and report failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.roles.run_context import context_in
 
 
 def metric(*values: float, patience: int = 0, candidates: tuple[int, ...] = (10, 20, 30, 40)) -> BestMetric:
-    """Returns a tracker after evaluations of versions 0, 10, 20 … with these values."""
+    """Returns a tracker after evaluations with these values, of versions 0, 10, 20, …."""
     best = BestMetric("eval/exact", patience=patience, candidates=candidates, seen={})
     for place, value in enumerate(values):
         best.add(10 * place, {"exact": value, "reward": 9.0})
@@ -64,7 +64,7 @@ def test_evaluations_before_a_resume_count() -> None:
 
 
 class Lead:
-    """A back end with one number as its state; the test controls the duration of its write."""
+    """A backend with one number as its state. The test controls the duration of a write."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -111,7 +111,7 @@ def checkpoints(
     report_wait: Callable[[str], None] = nobody,
     **changes: Any,
 ) -> RunCheckpoints:
-    """Returns the checkpoints of a run; ``changes`` are fields of its context."""
+    """Returns the checkpoints of a run. ``changes`` replace fields of the run's context."""
     context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
     whole: Any = lead
     ranks = Ranks(name="actor-0", lead=whole, other_ranks=[], replicas=[[0]])
@@ -123,7 +123,7 @@ def checkpoints(
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
-    """Returns the bus's and the trainer's part of each complete checkpoint."""
+    """Returns the bus's part and the trainer's part of each complete checkpoint."""
     return {
         folder.name: ((folder / BUS_SNAPSHOT).read_bytes(), (folder / "train").read_text())
         for folder in sorted((run_dir / "checkpoints").glob("step_*"))
@@ -137,7 +137,7 @@ def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_
     writer.save(5)
     lead.state = 6
     writer.raise_failure()
-    assert saved(tmp_path) == {}  # it is valid once it is complete
+    assert saved(tmp_path) == {}  # a checkpoint is valid when it is complete
     lead.may_write.set()
     writer.save(6)
     writer.finish()
@@ -170,7 +170,7 @@ def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, the
 def next_call(writer: RunCheckpoints, name: str) -> None:
     if name == "raise_failure":
         deadline = time.monotonic() + 120.0
-        while time.monotonic() < deadline:  # steps; the first one after the failure raises it
+        while time.monotonic() < deadline:  # train steps; the first step after the failure raises the failure
             writer.raise_failure()
             time.sleep(0.01)
     elif name == "save":
@@ -201,7 +201,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
         assert lead.writes.wait(timeout=120)
         with slow.open("ab") as file:
             file.write(b".")
-        if len(messages) == 8:  # one call per STALL_S
+        if len(messages) == 8:  # one such message per STALL_S
             lead.may_write.set()
 
     writer = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
@@ -233,7 +233,7 @@ def test_a_full_disk_is_waited_out_with_the_same_snapshot(
         space.enter_context(filled(disk))
         lead.state = 5
         writer.save(5)
-        lead.state = 6  # training continues
+        lead.state = 6  # training continues and changes the state
         writer.raise_failure()
         writer.finish()
     assert saved(disk / "run") == {"step_00000005": (b"5", "5")}

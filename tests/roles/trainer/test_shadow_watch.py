@@ -10,7 +10,7 @@ from relax_core.roles.trainer.shadow_watch import MAX_STEPS, ShadowWatch, shadow
 
 
 def step_of(step: int, *, right: float, denied: float, groups: int = 4, seed: int = 0) -> list[list[dict[str, float]]]:
-    """Returns groups of 8 answers: a share is right by the reward, and the shadow denies a share of these."""
+    """Returns groups of 8 answers. The reward accepts a share; the shadow reward rejects a share of these."""
     chance = random.Random(1000 * seed + step)
     made = []
     for _ in range(groups):
@@ -43,7 +43,7 @@ def test_an_exploit_is_noticed_within_five_steps_and_its_onset_is_named() -> Non
 
 
 def test_honest_runs_raise_no_alarm() -> None:
-    """Accuracy rises from 0 to 1, and the shadow cannot parse a constant share of right answers."""
+    """Accuracy rises from 0 to 1. The shadow reward cannot parse a constant share of right answers."""
     for seed in range(50):
         denied = 0.4 * (seed % 3) / 2
         steps = [step_of(step, right=step / 100, denied=denied, groups=1 + seed % 4, seed=seed) for step in range(100)]

@@ -1,4 +1,4 @@
-"""The trainer's record of a step against values computed by hand, and the clock of its parts."""
+"""Compares the trainer's record of a step with values computed by hand. Also tests the clock of a step's parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trees import answers_tree
 
 
 def lease_after(seconds: float, *, waited_s: float) -> Lease:
-    """Returns a bus call that takes ``seconds``, of which it waits ``waited_s`` for groups."""
+    """Returns a bus call that takes ``seconds``. During ``waited_s`` of this time it waits for groups."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
@@ -68,7 +68,7 @@ def test_parts_add_up_over_calls() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer; its first ``untrained`` tokens are masked."""
+    """Defines an answer. Its first ``untrained`` tokens are masked."""
 
     reward: float
     tokens: int
@@ -150,7 +150,7 @@ def test_figures_are_over_samples_not_over_groups() -> None:
 
 
 def test_lengths_are_told_as_a_histogram() -> None:
-    """Every length is in one bin; the limits are equidistant and end with the largest length."""
+    """Every length is in one bin. The limits are equidistant and end with the largest length."""
     histogram = ROWS.histograms(step=10)[0]
     assert (histogram.source, histogram.name, histogram.step) == ("actor", "response_tokens", 10)
     assert dict(zip(histogram.limits, histogram.counts, strict=True)) == {

@@ -1,4 +1,4 @@
-"""A teacher in an engine scores trees with pictures in the prompt, or in one branch only."""
+"""Tests that a teacher in an engine scores trees with pictures in the prompt, or in one branch only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both teacher scorers give the log-probs of transformers, and the columns made from them."""
+"""Tests that both teacher scorers return transformers' log-probs, and the columns made from these log-probs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GROUPS = make_groups([[5, 1, 8], [7, 2], [3]], prompt_lengths=[9, 4, 12], seed=3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a Llama for any family of the student, because a teacher only needs the same vocabulary."""
+    """Returns a Llama, because a teacher needs only the student's vocabulary, not its family."""
     path = tmp_path_factory.mktemp("teacher")
     make_family_model(path, "llama, llama3 rope", seed=5)
     return path
@@ -64,7 +64,7 @@ def context(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunContex
 
 
 class OneEngine:
-    """Stands for the engine directory; it returns the address of a dead engine ``lost`` times."""
+    """A fake engine directory. It returns the address of a dead engine ``lost`` times."""
 
     def __init__(self, client: EngineClient, lost: list[EngineClient]) -> None:
         self._client, self._lost = client, lost
@@ -98,7 +98,7 @@ def client(context: RunContext, folder: Path) -> Iterator[EngineClient]:
 
 
 def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
-    """Returns the log-softmax for the response tokens of each sample, ``[tokens, vocab]``."""
+    """Returns each sample's log-softmax at its response tokens, ``[tokens, vocab]``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -133,7 +133,7 @@ def assert_right(scores: list[TeacherScores], folder: Path, *, top_k: int) -> No
 def test_forward_and_engine_agree_with_transformers(
     context: RunContext, client: EngineClient, folder: Path, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teacher_worker, "TOKENS_A_CALL", 30)  # for several calls
+    monkeypatch.setattr(teacher_worker, "TOKENS_A_CALL", 30)  # makes several calls necessary
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k)  # type: ignore[arg-type]
     assert_right(by_engine.score(GROUPS), folder, top_k=top_k)
     assert_right(ForwardTeacher(context, folder, top_k=top_k).score(GROUPS), folder, top_k=top_k)
@@ -143,7 +143,7 @@ def test_forward_and_engine_agree_with_transformers(
 def test_both_score_the_turns_of_trees_of_any_depth(
     context: RunContext, client: EngineClient, folder: Path, top_k: int
 ) -> None:
-    """An engine scores each path, and the forward pass each row once."""
+    """An engine scores each path. The forward pass computes each row once."""
     random = np.random.default_rng(5)
     trees = [random_tree(random, uid=f"g{place}", roots=2, vocabulary=VOCABULARY) for place in range(2)]
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k).score(trees)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_an_engine_that_died_is_waited_for_but_not_for_ever(context: RunContext,
 
 
 class Fixed:
-    """A teacher whose log-probs all equal one number."""
+    """A teacher that returns the same number for all log-probs."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -191,7 +191,7 @@ def leased(group: TokenTree, teacher: str) -> Group:
 
 
 def test_each_row_gets_the_teacher_that_it_names_and_the_trainer_reads_the_columns() -> None:
-    worker: Any = TeacherWorker.__new__(TeacherWorker)  # without starting its loop
+    worker: Any = TeacherWorker.__new__(TeacherWorker)  # makes the worker without starting its loop
     worker._teachers = {"a": Fixed(-1.0), "b": Fixed(-2.0)}
     rows = [leased(group, name) for group, name in zip(GROUPS, ("b", "a", "b"), strict=True)]
     columns = worker.columns_of(rows)

@@ -1,5 +1,5 @@
-"""Samples with top_k, top_p, min_p and banned tokens are on-policy for every role: all roles normalise over the kept
-sets, so ratios are 1 and divergences 0 under the same weights.
+"""Tests that samples with top_k, top_p, min_p and banned tokens are on-policy for every role: all roles normalize over
+the kept sets, so under the same weights ratios are 1 and divergences are 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.1},
     "all": {"top_k": 20, "top_p": 0.95, "min_p": 0.02},
 }
-# SGLang reports kept sets only with a top_k, and samples by seed only without min_p.
+# SGLang reports kept sets only with a top_k, and uses seeds only without min_p.
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "banned": {},
     "top_p": {"top_k": WORDS, "top_p": 0.9},
@@ -69,7 +69,7 @@ ALGORITHMS = [name for name in names("algo") if hasattr(find_algorithm(name).con
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model that gives the banned token a high probability after all these prompts."""
+    """Returns a model with a high probability of the banned token after all these prompts."""
     path = tmp_path_factory.mktemp("model")
     model = make_model(None, seed=0, tied=False)
     model.resize_token_embeddings(WORDS)
@@ -108,7 +108,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
-    """Returns the groups in the form that the rollout puts on the bus."""
+    """Returns the groups in the format in which the rollout puts them on the bus."""
     found: dict[str, list[Group]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
@@ -144,7 +144,7 @@ def scored(folder: Path, rows: Rows) -> Rows:
 
 
 def scored_by(folder: Path, rows: Rows) -> Rows:
-    """Returns the groups with the columns of actor_fwd, reference, teacher and critic, all of one model."""
+    """Returns the groups with the columns of actor_fwd, reference, teacher and critic. All of them use one model."""
     backend = make_backend(folder, trainable=False, temperature=TEMPERATURE, banned_token_ids=[BANNED])
     return {name: [annotated(row, backend) for row in of_name] for name, of_name in rows.items()}
 
@@ -168,7 +168,7 @@ def test_the_ratio_is_one_for_every_algorithm(folder: Path, scored: Rows, algori
 
 
 def check_on_policy(folder: Path, scored: Rows, algorithm: str, old_logprobs: str) -> None:
-    """Checks that the KL to the reference, which is the policy itself, is 0 for every placement."""
+    """Checks that the KL to the reference is 0 for every placement. The reference is the policy itself."""
     recorded = Recorded(find_algorithm(algorithm))
     config: Any = recorded.spec.config(group_size=SAMPLES, old_logprobs=old_logprobs, kl_coef=0.1)
     backend = make_backend(
@@ -220,7 +220,7 @@ def test_the_ratio_is_one_for_every_algorithm_with_sglang(folder: Path, sglang_c
 
 
 def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal(scored: Rows) -> None:
-    """RLOO does so by default. With log-probs over the whole vocabulary each token would be charged -log(kept mass)."""
+    """RLOO has this KL by default. With log-probs over all tokens, each token would be charged -log(kept mass)."""
     spec = find_algorithm("rloo")
     with_kl, without = (
         spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
@@ -234,7 +234,7 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
 
 
 def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path, rows: Rows) -> None:
-    """The trainer's log-probs equal the engine's with the list, and differ much without it."""
+    """With the list of banned tokens, the trainer's log-probs equal the engine's. Without the list they differ much."""
     gaps = {}
     for banned in ([BANNED], []):
         backend = make_backend(folder, trainable=False, temperature=TEMPERATURE, banned_token_ids=banned)
@@ -305,7 +305,7 @@ def test_every_role_that_computes_log_probs_leases_the_sets(kind: Any, folder: P
 
 
 class OneEngine:
-    """Stands for the engine directory."""
+    """A fake engine directory."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -319,7 +319,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     folder: Path, client: EngineClient, scored: Rows, served_by: str, tmp_path: Path
 ) -> None:
     keys = [f"rollout.temperature={TEMPERATURE}", f"rollout.banned_token_ids=[{BANNED}]", "rollout.top_p=0.9"]
-    # Id 9999 is a token of the student that this teacher lacks.
+    # Id 9999 is a student token that this teacher lacks.
     context = context_of(["algo=distill", *keys], model_folder=folder, run_dir=tmp_path)
     context.config.rollout.banned_token_ids = [BANNED, 9999]
     context = replace(context, teacher_folders={"default": folder})
@@ -361,7 +361,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
 
 
 def test_two_tensor_parallel_ranks_leave_out_the_same_tokens(folder: Path, rows: Rows, tmp_path: Path) -> None:
-    """The engine's log-probs, entropy, a teacher's tokens and the student's log-probs of them, over a padded head."""
+    """Compares the engine's log-probs, entropy, and the student's log-probs of teacher tokens, with a padded head."""
     (tmp_path / "rows").write_bytes(msgspec.msgpack.encode(rows))
     script = Path(__file__).parent / "truncated_ranks.py"
     for status, error in run_ranks(str(script), [(folder, tmp_path / "rows", tmp_path)] * 2):

@@ -1,4 +1,4 @@
-"""The trainer's calls to stopped engines: which calls it waits for, and their order of arrival."""
+"""Tests the trainer's calls to stopped engines: the calls that it waits for, and the order of their arrival."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["launch", "model_folder", "start_engine"]
 
 
 class Waits:
-    """Stands for `Worker.waiting`; holds the current waits."""
+    """A fake of `Worker.waiting` that holds the current waits."""
 
     def __init__(self) -> None:
         self.now: list[str] = []
@@ -57,7 +57,7 @@ class Engines:
 
 @pytest.fixture
 def stopped() -> Iterator[Callable[[Engine], None]]:
-    """Stops engines; they continue at the test's end at the latest."""
+    """Stops engines. They continue at the test's end or earlier."""
     pids: list[int] = []
 
     def stop(engine: Engine) -> None:
@@ -70,7 +70,7 @@ def stopped() -> Iterator[Callable[[Engine], None]]:
 
 
 def has_memory(engine: Engine) -> bool:
-    """Returns True if the engine starts a sample; without memory it leaves the sample in its queue."""
+    """Returns True if the engine starts a sample. Without memory an engine leaves the sample in its queue."""
     with ThreadPoolExecutor() as pool:
         tokens = pool.submit(engine.generate, prompts_of([5, 6]), SamplingParams(max_new_tokens=2))
         deadline = time.monotonic() + 60.0
@@ -86,7 +86,7 @@ def has_memory(engine: Engine) -> bool:
 def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_order(
     start_engine: Callable[..., Engine], stopped: Callable[[Engine], None], tmp_path: Path
 ) -> None:
-    """The engine is stopped after it released its memory; it loads the weights before it takes the memory back."""
+    """The engine is stopped after it released its memory. It loads the weights before it takes back the memory."""
     lives, slow = start_engine(), start_engine()
     context = context_of(load_config(), tmp_path)
     waits = Waits()
@@ -97,11 +97,11 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
     sync.publish(1, hf_weights(make_model(None, seed=1)))
     report = sync.end_push()
     assert report is not None and report.behind == {slow.process.url} and not report.refused
-    sync.resume_memory()  # returns while the engine is stopped
+    sync.resume_memory()  # this call returns although the engine is stopped
     assert has_memory(lives) and lives.version == 1
     with ThreadPoolExecutor() as pool:
         releasing = pool.submit(sync.release_memory)
-        with pytest.raises(TimeoutError):  # else the trainer would use memory that the engine may hold
+        with pytest.raises(TimeoutError):  # otherwise the trainer would use memory that the engine may still have
             releasing.result(1.5)
         assert waits.now == ["the engines to release their memory"]
         os.kill(slow.process.pid, signal.SIGCONT)

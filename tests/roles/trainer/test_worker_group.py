@@ -1,4 +1,4 @@
-"""The lead and its other ranks: the division of groups over ranks, their reads, and the use of their answers."""
+"""Tests the lead rank and the other ranks: the division of groups, the ranks' reads, and the use of their results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
         other_ranks=start(other_ranks, world_size(parallel) - 1, context),
         replicas=replicas,
     )
-    # 33 rows in groups of one answer, then a prompt of 3 rows with 14 rows per answer: split after its first answer.
+    # 33 rows in groups of one answer, then a prompt of 3 rows with 14 rows per answer. This group is split after the
+    # first answer.
     worker_group = TrainerWorkerGroup(
         ranks, timeout_s=120.0, waiting=waiting, rank_groups=policy_groups(context, bus.bus)
     )
@@ -78,12 +79,12 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     for replica in replicas:
         assert all(trained[rank] == trained[replica[0]] for rank in replica)
     first, second = trained[0], trained[2]
-    assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # with tokens, although the lead has none
+    assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # trees with tokens, although the lead rank has no tokens
     assert first[-1:] == [seen(groups[-1].take([0]))] and second == [seen(groups[-1].take([1, 2, 3]))]
     answers = WorkerGroup(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
     for group, answer in zip(groups, answers, strict=True):
         of_second = 2000.0 * (group is groups[-1]) * np.isin(np.arange(group.rows), range(3, 18), invert=True)
-        assert answer.tolist() == (group.token_ids + of_second).tolist()  # the shared prompt is from the second rank
+        assert answer.tolist() == (group.token_ids + of_second).tolist()  # the second rank returns the shared prompt
 
 
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
@@ -113,7 +114,7 @@ def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
 
 
 class Recorder:
-    """Stands for a worker's handle; records its calls."""
+    """A fake worker handle that records calls."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, tuple[Any, ...]]] = []
@@ -131,7 +132,7 @@ class Recorder:
 
 
 def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
-    """The group has 102,400 tokens; one rank is in the lead's replica, one in another, and there is a critic."""
+    """The group has 102,400 tokens. One rank is in the lead's replica, one in another. There is a critic."""
     tree = answers_tree("g00000000", np.arange(1024), np.full(16, 6400), np.zeros(102_400))
     tree = with_tokens(tree, advantages=np.ones(102_400, dtype=np.float32))
     lead, same, second_replica, critic = Backend(0), Recorder(), Recorder(), Recorder()
@@ -270,13 +271,13 @@ def test_a_loss_while_ranks_build_is_told_at_once(other_ranks: list[Any], contex
 def test_a_rank_whose_disk_is_full_has_not_failed_and_writes_again(
     other_ranks: list[Any], context: RunContext, lease: Lease, small_disk: Callable[[str], Path]
 ) -> None:
-    """The lead has its own disk and gets the errno of the other rank."""
+    """The lead rank has a separate disk and receives the errno of the other rank."""
     disk = small_disk("1m")
     (disk / "train").mkdir()
 
     class OtherDisk(Backend):
         def write_copy(self, folder: Path) -> None:
-            """Writes the copy to another place."""
+            """Writes the copy to another folder."""
 
     members = start(other_ranks, 1, context)
     group = one_replica(OtherDisk(0), members, lease)

@@ -1,4 +1,4 @@
-"""Runs one of two tensor-parallel ranks; rank 0 writes the results of every role from the output layer.
+"""Runs one of two tensor-parallel ranks. Rank 0 writes the results of every role from the output layer.
 
 python truncated_ranks.py <rank> <2> <port> <model folder> <rows, as MessagePack> <folder of the output>
 """
@@ -37,7 +37,7 @@ def main() -> None:
     for name, found in head_outputs_of(rows, backend).items():
         np.savez(Path(output) / f"rank{rank}-{name}.npz", **found)
     dist.barrier()
-    os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
+    os._exit(0)  # Gloo's threads may abort a process while its interpreter shuts down.
 
 
 if __name__ == "__main__":

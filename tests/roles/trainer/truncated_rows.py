@@ -1,4 +1,4 @@
-"""Helpers for the tests of truncated sampling and their tensor-parallel ranks: groups in the trainer's form."""
+"""Helpers for the tests of truncated sampling and their tensor-parallel ranks: groups in the trainer's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Mapping[str, Sequence[Group]]  # truncation → groups
 
 
 def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
-    """Returns the groups in the form of the advantages role and the trainer."""
+    """Returns the groups in the format of the advantages role and the trainer."""
     requirements = spec.requirements(config)
     advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)
     skipped = {c.OLD_LOGPROBS: requirements.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not requirements.reference}
@@ -43,7 +43,7 @@ def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> lis
 
 
 class Recorded:
-    """Wraps an algorithm; its loss records inputs and outputs."""
+    """Wraps an algorithm. The wrapped loss records its inputs and outputs."""
 
     def __init__(self, spec: AlgorithmSpec) -> None:
         self.seen: list[tuple[LossInputs, LossOutputs]] = []
@@ -59,7 +59,7 @@ class Recorded:
 def head_outputs_of(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
     """Returns for each truncation a rank's results from the output layer for the sampled tokens.
 
-    ``make`` makes a back end from the algorithm and its configuration. The teacher's columns are those of the back end.
+    ``make`` makes a backend from the algorithm and its configuration. This backend also computes the teacher's columns.
     """
     recorded = Recorded(find_algorithm("distill"))
     inner = recorded.spec.requirements

@@ -1,4 +1,4 @@
-"""Ranks with fake back ends, for the tests of the worker group."""
+"""Ranks with fake backends, for the tests of the worker group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection c
 
 
 class Backend:
-    """A fake rank that can fail on request; its log-prob of a row is the token plus 1,000 times the rank's number."""
+    """A fake rank that can fail on request. A row's log-prob is the token plus 1,000 times the rank's number."""
 
     tower_work = NO_TOWER
 
@@ -65,7 +65,7 @@ class Backend:
 
 
 class Patient(Backend):
-    """A lead whose part lasts until another rank has finished its part."""
+    """A lead rank. Its part lasts until another rank has finished its part."""
 
     def __init__(self, other_rank: Any) -> None:
         super().__init__(0)
@@ -75,13 +75,13 @@ class Patient(Backend):
         import ray
 
         super().accumulate(groups)
-        ray.get(self._other_rank.seen.remote(), timeout=120)  # calls of a rank run one after the other
+        ray.get(self._other_rank.seen.remote(), timeout=120)  # calls of a rank run sequentially
 
 
 class OtherRank(ActorRank):
-    """A rank whose back end needs no other ranks."""
+    """A rank with a backend that needs no other ranks."""
 
-    role = "reference"  # a role without plug-ins in its process, so that its output needs no log
+    role = "reference"  # a role without plug-ins in its process, so its output needs no log
 
     def warm_up(self) -> None:
         """Does nothing, because the test needs no Megatron."""
@@ -112,7 +112,7 @@ def seen(tree: TokenTree) -> Seen:
 def start(
     other_ranks: list[Any], count: int, context: RunContext, *, of: type[ActorRank] = OtherRank, **fails: str
 ) -> list[tuple[str, Any]]:
-    """Starts other ranks and builds all of them."""
+    """Starts the other ranks and builds their backends."""
     import ray
 
     members = begin(other_ranks, count, context, of=of)
@@ -148,7 +148,7 @@ def pid_of(other_rank: Any) -> int | None:
 
 
 def one_replica(lead: Backend, members: list[tuple[str, Any]], lease: Lease, **options: Any) -> TrainerWorkerGroup:
-    """Returns a worker group with one replica in the step of the lease; ``options`` are the worker group's."""
+    """Returns a worker group with one replica, in the step of the lease. ``options`` configure the worker group."""
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]

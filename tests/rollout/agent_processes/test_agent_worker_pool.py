@@ -1,4 +1,4 @@
-"""Warm agents: one process plays many tasks in turn, and one task cannot affect the next."""
+"""Tests agent workers: one agent process plays many tasks in sequence, and a task cannot affect the next task."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scene(tmp_path: Path, play: Callable[[AgentWorkerPool], Awaitable[None]], **
 
 
 def test_one_process_plays_task_after_task(tmp_path: Path) -> None:
-    """Each answer belongs to its task; library output and answers to other tasks are ignored."""
+    """Each answer belongs to its task. Ignores library output and answers to other tasks."""
 
     async def play(workers: AgentWorkerPool) -> None:
         prompts = ["a", "noise", "wrong", "error", "b"]
@@ -94,7 +94,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its late answer is not taken as the answer to the next task, even if that has the same uid."""
+    """The late answer is not used for the next task, even if the next task has the same uid."""
 
     async def play(workers: AgentWorkerPool) -> None:
         first = await workers.play(task("a"))

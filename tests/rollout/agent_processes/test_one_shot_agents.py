@@ -1,4 +1,4 @@
-"""Agent processes: every process of an agent ends, and failure messages include the agent's output."""
+"""Tests agent processes: every process of an agent ends, and failure messages include the agent's output."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ GONE_S = 5.0
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """Yields a marker for the environment of all agent processes of this test; at the end no process may have it."""
+    """Yields a marker for the environment of this test's agent processes. At the end no process may have the marker."""
     yield str(tmp_path)
     deadline = time.monotonic() + GONE_S
     while (left := marked(str(tmp_path))) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a process that was killed is there until the kernel runs it once more
+        time.sleep(0.01)  # a killed process exists until the kernel schedules it once more
     for process in left:
         process.kill()
     assert not left
@@ -81,7 +81,7 @@ def run(
 
 
 def test_a_child_that_is_left_behind_ends_with_its_agent(tmp_path: Path, mark: str) -> None:
-    """Includes a child that has left its process group and session and lost its parent."""
+    """Includes an orphaned child that has left its process group and session."""
     began = time.monotonic()
     result = run(tmp_path, mark, "setsid sh -c 'sleep 300 & sleep 300' & (sleep 300 &) ; exit 0")
     assert result.failed == "" and time.monotonic() - began < 60
@@ -151,7 +151,7 @@ def test_a_program_that_is_not_there_says_so(tmp_path: Path, mark: str) -> None:
 
 
 def test_the_environment_is_a_clean_one(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has no secret of the run and no proxy, and the interpreter's folder is first on PATH."""
+    """The environment contains no secret and no proxy. The interpreter's folder is first on PATH."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("HTTP_PROXY", "http://proxy")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -177,7 +177,7 @@ def test_a_guard_that_is_killed_takes_its_agent_with_it(tmp_path: Path, mark: st
 
 
 def test_agents_end_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> None:
-    """The owner gets SIGKILL; its agent and the agent's children end within the grace period."""
+    """After SIGKILL of the owner process, the agent and its children end within the grace period."""
     owner = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
@@ -208,8 +208,8 @@ def test_agents_end_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> N
 
 
 def test_a_guard_tells_only_of_json_objects_of_a_warm_agent(tmp_path: Path) -> None:
-    """Returns only JSON objects of warm agents; other lines are output. A flood of unrequested answers ends
-    the agent.
+    """JSON objects of an agent worker are answers; all other lines are output. A flood of unrequested answers ends the
+    agent.
     """
 
     async def scene() -> None:

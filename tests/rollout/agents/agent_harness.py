@@ -1,4 +1,4 @@
-"""Plays groups with real agents, sessions and the served endpoint, over engines whose responses a function computes."""
+"""Plays groups with real agents, sessions and the served endpoint. A function computes the engines' responses."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import admitted, response
 
-LONG_S = 120.0  # a deadline that only a hang exceeds
+LONG_S = 120.0  # a timeout for tests that hang
 CONTEXT = 4096
 ENV = EnvSpec(name="none", summary="s", config=EnvConfig, messages=lambda row, config: [])
-Answer = Callable[[str], str]  # prompt text → response text; "HANG": no response until it is cancelled
+Answer = Callable[[str], str]  # prompt text → response text; "HANG": no response until the request is cancelled
 
 
 def agent_settings(**given: Any) -> AgentConfig:
-    """Returns agent settings with short times."""
+    """Returns agent settings with short timeouts."""
     defaults: dict[str, Any] = {
         "workers": 0,
         "timeout_s": LONG_S,
@@ -44,8 +44,8 @@ def agent_settings(**given: Any) -> AgentConfig:
 
 
 def python_agent(tmp_path: Path, body: str, *, name: str = "agent.py") -> list[str]:
-    """Returns the command of an agent that runs ``body``; ``ask(text)`` asks the model, ``result(…)`` reports
-    success.
+    """Returns the command of an agent that runs ``body``. In it, ``ask(text)`` asks the model, and ``result(…)``
+    reports success.
     """
     (tmp_path / name).write_text(AGENT + body)
     return [sys.executable, str(tmp_path / name)]
@@ -75,10 +75,10 @@ def result(**given):
 
 
 class AnsweringPool:
-    """Returns the responses that a function computes from the prompt's text."""
+    """An engine pool. A function computes its responses from the text of the prompt."""
 
     def __init__(self, tokenizer: PromptTokenizer, answer: Answer, *, ages: bool, holds: Callable[[str], bool]) -> None:
-        """``ages``: each response comes from newer weights than the last. ``holds``: returns whether to delay it."""
+        """``ages``: each response has newer weights than the previous one. ``holds``: whether to delay a prompt."""
         self._tokenizer = tokenizer
         self._holds = holds
         self._ages = ages
@@ -94,7 +94,7 @@ class AnsweringPool:
         self.requests += prompts
         answers = [asyncio.create_task(self._answered(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
-            for answer in asyncio.as_completed(answers):  # a prompt that hangs delays no other prompt of its batch
+            for answer in asyncio.as_completed(answers):  # a hanging prompt does not delay other prompts of the batch
                 number, found = await answer
                 if found is not None:
                     yield number, [found]
@@ -126,7 +126,7 @@ class AnsweringPool:
 
 @dataclass(kw_only=True)
 class Played:
-    """Holds the episodes of a group, its engines, and the cancelled episodes."""
+    """Holds the episodes of a group, the engine pool, and the cancelled episodes."""
 
     records: list[EpisodeRecord]
     pool: AnsweringPool
@@ -157,9 +157,10 @@ def played(
     sessions: SessionTable | None = None,
     **form: Any,
 ) -> Played:
-    """Plays one group; ``beside`` is awaited with the group's task and its engines in the meantime.
+    """Plays one group. Meanwhile awaits ``beside`` with the group's task and the engine pool.
 
-    ``at_url`` also gets the endpoint's address. ``sessions`` is the endpoint's session table.
+    ``at_url`` is like ``beside``, and also receives the endpoint's address. ``sessions`` is the endpoint's session
+    table.
     """
     settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages, holds=holds)
     found = Played(records=[], pool=pool)

@@ -1,4 +1,4 @@
-"""Serves the endpoint in tests: the real server, sessions and templates over engines with scripted responses."""
+"""Serves the endpoint in tests: real server, sessions and templates, and engines with scripted responses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.responses import response
 
 SAMPLING = SamplingParams(n=1, max_new_tokens=4096)
-LONG_S = 60.0  # a deadline that only a hang exceeds
+LONG_S = 60.0  # a timeout for tests that hang
 CONTEXT = 4096
 ENV = EnvSpec(name="none", summary="s", config=EnvConfig, messages=lambda row, config: [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Say:
-    """One scripted response: its text, its finish reason ("given up": no response), and an event that delays it."""
+    """Defines a scripted response: text, finish reason ("given up": no response), and an event that delays it."""
 
     text: str
     finish: str = "stop"
@@ -91,7 +91,7 @@ class ScriptedPool:
 
 @dataclass(kw_only=True)
 class Served:
-    """One open session behind a served endpoint."""
+    """Holds one open session of a served endpoint."""
 
     url: str
     key: str
@@ -110,14 +110,14 @@ class Served:
             return reply.status, await reply.json()
 
     async def said(self, messages: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Returns the message of the answer to these messages."""
+        """Sends these messages and returns the message of the answer."""
         status, reply = await self.post({"messages": list(messages), **more})
         assert status == 200, reply
         message: dict[str, Any] = reply["choices"][0]["message"]
         return message
 
     def tree(self) -> TokenTree:
-        """Ends the session and returns the tree of its episode; checks that every token is in exactly one account."""
+        """Ends the session and returns the tree of its episode. Checks that every token is in exactly one account."""
         self.session.end("env_done")
         episode = self.record
         episode.output = RewardOutput(reward=1.0)
@@ -146,9 +146,9 @@ def serve(
     around: Callable[[EndpointApp], Any] = lambda app: app,
     **form: Any,
 ) -> None:
-    """Opens a session behind a served endpoint and runs ``scene`` with it.
+    """Opens a session of a served endpoint and runs ``scene`` with this session.
 
-    ``around`` may wrap the endpoint in an application.
+    ``around`` may wrap the endpoint's application.
     """
 
     async def run() -> None:
@@ -197,6 +197,6 @@ def serve(
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Waits until a condition of the same event loop holds."""
+    """Waits in the event loop until a condition holds."""
     while not true():
         await asyncio.sleep(0.005)

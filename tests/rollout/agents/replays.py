@@ -1,6 +1,6 @@
-"""Recorded conversations of real clients: the request bodies of three turns and the engine's responses.
+"""Loads recorded conversations of real clients: the request bodies of three turns and the engine's responses.
 
-`make test-agents` runs these conversations with the real clients; with RELAX_RECORD_REPLAYS=1 it rewrites the files of
+`make test-agents` runs these conversations with the real clients. With RELAX_RECORD_REPLAYS=1 it rewrites the files in
 `tests/rollout/agents/replays/`.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 from relax_core.rollout.agents.endpoint_app import EndpointApp
 
 FOLDER = Path(__file__).parent / "replays"
-LONGEST_SYSTEM = 200  # the recorded length of a system message in characters; some libraries send 10 KB
+LONGEST_SYSTEM = 200  # maximum recorded characters of a system message; some libraries send 10 KB
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"expression":  "12*7"}}\n</tool_call>'
 THOUGHT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
 SAYS = {
     "tools": (THOUGHT, CALL.replace("12*7", "84*2"), "It is 168."),
-    # smolagents' tool agent ends with a call; its code agent writes code between its own tags.
+    # smolagents' tool agent ends with a call. The code agent of smolagents writes code between <code> tags.
     "final_answer": (
         THOUGHT,
         CALL.replace("12*7", "84*2"),
@@ -37,7 +37,7 @@ CONTEXT = 32768
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One mode of a client: the engine's responses in it, and the number of segments of the episode."""
+    """Defines one mode of a client: the engine's responses, and the number of segments of the episode."""
 
     client: str
     mode: str
@@ -93,7 +93,7 @@ class Recorder:
         await self._app(scope, read, send)
 
     def write(self, conversation: Conversation, *, version: str) -> None:
-        """Writes the recorded requests; long system messages are cut in the same way in all requests."""
+        """Writes the recorded requests. Cuts long system messages in the same way in all requests."""
         requests = [{"path": request["path"], "body": _short_system(request["body"])} for request in self.requests]
         told = {"client": version, "says": conversation.says, "segments": conversation.segments, "requests": requests}
         FOLDER.mkdir(exist_ok=True)

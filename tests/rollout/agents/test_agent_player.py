@@ -1,4 +1,4 @@
-"""Episodes that real processes play, from the task to the account of every token."""
+"""Tests episodes that real agent processes play, from the task to the account of every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path, body: str) -> Any:
 
 
 def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
-    """Returns the accounts of all tokens from the engines; each episode with turns must have a reward."""
+    """Returns the accounts of all tokens from the engines. Each episode with turns must have a reward."""
     own = records or tuple(found.records)
     for account in own:
         account.output = RewardOutput(reward=None if account.failed else 1.0)
@@ -43,7 +43,7 @@ def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
 
 
 def test_an_agent_plays_an_episode_of_two_turns(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """The agent gets its task, key and names, sends two requests in one conversation, and returns its result."""
+    """The agent receives task, key and names, sends two requests in one conversation, and returns a result."""
     body = """
 row = json.load(open(os.environ["RELAX_TASK"]))
 assert row == {"prompt": "2+2", "answer": "4", "level": 7}, row
@@ -83,7 +83,7 @@ def test_an_agent_that_fails_has_no_reward(tokenizer: PromptTokenizer, tmp_path:
 
 
 def test_a_failed_attempt_starts_again_with_another_key(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """The old key gets 410 on every route. Tokens of the first attempt are counted as sampled, but not chosen."""
+    """The old key gets 410 on every route. Tokens of the first attempt are sampled, but not chosen."""
     body = f"""
 answer = ask("hello")
 if os.environ["RELAX_ATTEMPT"] == "0":
@@ -116,7 +116,7 @@ def test_an_agent_that_hangs_ends_by_its_time(tokenizer: PromptTokenizer, tmp_pa
 def test_a_limit_ends_an_episode_with_a_reward_whatever_the_agent_does_then(
     tokenizer: PromptTokenizer, tmp_path: Path
 ) -> None:
-    """Its next request gets 410, so the agent dies; an agent that catches the error may still return a result."""
+    """The agent's next request gets 410, and the agent dies. An agent that catches the error may return a result."""
     limits = EpisodeLimits(turns=2, sampled_tokens=CONTEXT, context_tokens=CONTEXT)
     body = "for number in range(9): ask(str(number))"
     record = played(tokenizer, runs(tmp_path, body), limits=limits).one
@@ -141,7 +141,7 @@ except urllib.error.HTTPError:
 
 
 def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """The running requests are cancelled, and every token is in an account."""
+    """Running requests are cancelled, and every token is in an account."""
 
     async def beside(agent_harness: asyncio.Task[Any], pool: AnsweringPool) -> None:
         while len(pool.requests) < 4:
@@ -157,7 +157,7 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
 
 
 class SeenSessions(SessionTable):
-    """Exposes the newest session to the test; both run in one event loop."""
+    """Exposes the newest session to the test. Session and test run in one event loop."""
 
     session: AgentSession
 
@@ -167,8 +167,8 @@ class SeenSessions(SessionTable):
 
 
 def test_requests_at_one_time_and_clients_that_hang_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """A helper's conversation is a separate segment. If a client hangs up, its answer goes to the repeated request, or
-    else is an orphan: each token is in one account.
+    """A helper's conversation is a separate segment. After a client hangs up, a repeated request gets the answer;
+    without such a request the answer is an orphan. Each token is in one account.
     """
     body = f"""
 import pathlib, socket, threading
@@ -198,11 +198,11 @@ assert ask("main", "yes", "and on") == "yes"
     sessions = SeenSessions(most=1)
 
     def holds(text: str) -> bool:
-        """Returns whether to delay the response to a prompt; those to the main and helper requests are not delayed."""
+        """Returns whether to delay the response to a prompt. Main and helper requests are not delayed."""
         for held, over in {
             "asked again": lambda: sessions.session.counts["repeated"],
             "left alone": (tmp_path / "hung up").exists,
-            "and on": lambda: len(sessions.session.under_way) == 1,  # without the request that was abandoned
+            "and on": lambda: len(sessions.session.under_way) == 1,  # the abandoned request has ended
         }.items():
             if held in text:
                 (tmp_path / f"the engine has {held}").touch()

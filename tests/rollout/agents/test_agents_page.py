@@ -1,4 +1,4 @@
-"""Checks docs/agents.md: its commands pass the checks before a start, and its lines match real tasks and answers."""
+"""Checks docs/agents.md: the commands pass the checks before a start, and the lines match real tasks and answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLE = str(REPOSITORY / "examples" / "agents" / "calculator.py")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a user's folder with the files that the page names."""
+    """Makes a working folder with the files that the page names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     (tmp_path / "my_model").symlink_to(tiny_model_folder("tiny_qwen3", task="arithmetic"))
@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands_of_the_page(here: Path) -> None:
-    """Each command passes the checks and gives the agents that the page describes."""
+    """Each command passes the checks and configures the agents that the page describes."""
     found = [load_config(shlex.split(command)[3:]) for command in COMMANDS]
     words = [agent_command_of(config, find_env(config.env.name)) for config in found]
     own = [sys.executable, "my_agent.py"]
@@ -82,7 +82,7 @@ def test_what_makes_no_sense_is_refused_before_the_start(here: Path, overrides: 
 
 
 def test_the_lines_that_agents_get_and_give() -> None:
-    """The page's task has the keys of a real task, and its answers are valid results."""
+    """The task on the page has the keys of a real task, and the answers on the page are valid results."""
     given = [json.loads(line) for line in LINES if line.startswith("{")]
     task = AgentTask(uid="g00000007.3", attempt=0, row={}, key="k", base_url="http://127.0.0.1:4711", evaluation=False)
     (shown,) = [line for line in given if "base_url" in line]

@@ -1,4 +1,4 @@
-"""Splits a sampled text into thinking, content and tool calls for the client, whole and streamed."""
+"""Tests that a sampled text is split into thinking, content and tool calls for the client, complete or streamed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def form(*, opened: bool = False, parser: str = "none", tools: bool = False, sto
     ("text", "of", "reasoning", "content", "calls"),
     [
         ("<think>\nhm\n</think>\n\nIt is 84.", PLAIN, "hm", "It is 84.", 0),
-        ("hm</think>It is 84.", PLAIN, "", "hm</think>It is 84.", 0),  # no opening tag
+        ("hm</think>It is 84.", PLAIN, "", "hm</think>It is 84.", 0),  # no <think> tag
         ("hm\n</think>\nIt is 84.", form(opened=True), "hm", "It is 84.", 0),
         ("<think>cut", PLAIN, "cut", "", 0),
         ("cut", form(opened=True), "cut", "", 0),

@@ -1,4 +1,4 @@
-"""Conversations over HTTP in OpenAI's Chat Completions, with the real server and templates and scripted engines."""
+"""Tests conversations over HTTP with OpenAI's Chat Completions: real server, real templates, scripted engines."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_edits_branches_and_sub_agents_are_trained_once_each(tokenizer: PromptTo
 
     async def scene(served: Served) -> None:
         first = await served.said([ASK])
-        for text in ("a", "b"):  # two conversations continue one answer
+        for text in ("a", "b"):  # two conversations continue the same answer
             await served.said([ASK, first, {"role": "user", "content": text}])
         await served.said([{"role": "system", "content": "You are a helper."}, ASK])  # a sub-agent
         await served.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a summarised history
@@ -187,7 +187,7 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
         more = {"messages": [ASK, message, result(call)], "tools": [TOOL], "stream": True}
         async with served.http.post(f"{served.url}/v1/chat/completions", json=more, headers=served.headers()) as reply:
             early = b""
-            while early.count(b"data: ") < 8:  # the engine has not finished, and each token has an event
+            while early.count(b"data: ") < 8:  # the engine has not finished; each token is one event
                 early += await reply.content.readany()
             assert served.session.under_way
             hold.set()
@@ -203,7 +203,7 @@ def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer:
 
 # -- repeated requests and clients that hang up -----------------------------------------------------------------------
 def connected(served: Served) -> socket.socket:
-    """Returns a client socket that the test drives byte by byte; its receive buffer holds a few kilobytes."""
+    """Returns a client socket that the test drives byte by byte. Its receive buffer has a few kilobytes."""
     client = socket.socket()
     client.settimeout(LONG_S)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's minimum
@@ -221,7 +221,7 @@ def request_bytes(served: Served, body: Any) -> bytes:
 def around_sending(
     *, before: Callable[[Any, Any], None] = lambda scope, message: None, behind: Callable[[Any], None] = lambda _: None
 ) -> Callable[[EndpointApp], Any]:
-    """Returns a wrapper of the endpoint with hooks on each sent message; they block the event loop."""
+    """Returns a wrapper of the endpoint with hooks on each sent message. The hooks block the event loop."""
 
     def around(app: EndpointApp) -> Any:
         async def call(scope: Any, receive: Any, send: Any) -> None:
@@ -238,7 +238,7 @@ def around_sending(
 
 
 async def hang_up(served: Served, body: Any) -> None:
-    """Sends a request, and disconnects when the engine has begun to answer it."""
+    """Sends a request, and disconnects when the engine has begun its response."""
     asking = asyncio.create_task(served.post(body))
     await until(lambda: served.pool.requests)
     asking.cancel()
@@ -302,14 +302,14 @@ def test_an_answer_that_nobody_got_is_counted_and_not_trained(tokenizer: PromptT
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: PromptTokenizer, stream: bool) -> None:
-    """The client closes its socket before the answer ends; the event loop reads both at once."""
+    """The client closes its socket before the answer ends. The event loop sees both events in one iteration."""
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept")
 
     async def scene(served: Served) -> None:
         with connected(served) as client:
             client.sendall(request_bytes(served, {"messages": [ASK], "stream": stream}))
-            await until(lambda: pool.given)  # the answer waits for `hold`, and the client for the answer
+            await until(lambda: pool.given)  # the answer waits for `hold`, and the client waits for the answer
         hold.set()
         await until(lambda: not served.session.under_way)
         await served.said([{"role": "user", "content": "another question"}])
@@ -358,7 +358,7 @@ def test_a_client_that_hangs_up_while_its_answer_is_written_has_it_only_if_it_re
 def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has_it_ready(
     tokenizer: PromptTokenizer, stream: bool, length: int, reads: bool
 ) -> None:
-    """The answer is larger than the kernel buffers for a client that does not read."""
+    """The answer is larger than the kernel's buffers, so the server cannot write all of it before the client reads."""
     pool = ScriptedPool(tokenizer, "x" * length, "kept")
     connections: list[Any] = []
 
@@ -393,7 +393,7 @@ def test_an_answer_is_given_when_its_client_reads_it_and_not_when_the_server_has
 def test_a_client_that_hangs_up_and_asks_again_at_once_gets_the_answer_that_is_under_way(
     tokenizer: PromptTokenizer,
 ) -> None:
-    """The event loop reads the end of one connection and the request of another in the same iteration."""
+    """In one iteration the event loop reads the end of the first connection and the request on a second connection."""
     hold = asyncio.Event()
     pool = ScriptedPool(tokenizer, "earlier", Say(text="It is 84.", hold=hold), "never")
 

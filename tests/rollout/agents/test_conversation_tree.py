@@ -1,4 +1,4 @@
-"""The forest of a session's messages: histories that clients rewrite are matched with the sampled answers."""
+"""Tests the forest of a session's messages: it matches histories that clients rewrite with the sampled answers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ STOPPED = reply("Thought: go\n<code>\nprint(1)\n", stop="</code>")
     ("message", "sampled", "grade", "rest"),
     [
         (said("Let me see. ", CALL), THOUGHT, "same", ""),
-        # langchain drops the thinking and rewrites the arguments; anthropic's client drops trailing blanks of the text.
+        # langchain drops the thinking and rewrites the arguments. anthropic's client drops trailing blanks of the text.
         (said("Let me see.", dataclasses.replace(CALL, arguments='{"x":1,"note":null,"expression":"12*7"}', id="b")),
          THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="hmm\n"), THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="other"), THOUGHT, "foreign", ""),
-        # pydantic-ai puts thinking in tags if it does not know that the model returns it separately.
+        # pydantic-ai puts thinking in tags if it does not know that the model returns thinking separately.
         (said("<think>\nhmm\n</think>Let me see. ", CALL), THOUGHT, "same", ""),
         (said("<think>\nother\n</think>Let me see. ", CALL), THOUGHT, "foreign", ""),
         (said("<think>\nhmm\n</think>\nYes. And so on."), reply("Yes.", reasoning="hmm"), "begins", " And so on."),
@@ -176,7 +176,7 @@ def test_equal_requests_are_two_answers_unless_one_is_repeated() -> None:
     first.abandoned = True
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is first
     first.reply, first.given, first.abandoned = reply("one"), True, False
-    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # a retry: its client got no answer
+    assert forest.repeated(walk, kind=("stop",), asked_again=True) is first  # a retry: the client got no answer
     assert forest.repeated(walk, kind=("stop",), asked_again=False) is None
 
 
@@ -206,7 +206,7 @@ objects = st.dictionaries(st.text(max_size=3), values, max_size=3)
 
 
 def call_texts(value: Any) -> st.SearchStrategy[str]:
-    """Returns texts of one JSON object with varied white space and key order."""
+    """Returns texts of the same JSON object with different white space and key order."""
 
     def written(shape: tuple[int | None, bool, bool]) -> str:
         indent, ascii_only, backwards = shape
@@ -218,7 +218,7 @@ def call_texts(value: Any) -> st.SearchStrategy[str]:
 
 @st.composite
 def replies(draw: st.DrawFn) -> tuple[Reply, ChatMessage]:
-    """Draws a reply, and the same message as a client might send it back."""
+    """Draws a reply, and the form of this message that a client might send back."""
     arguments = draw(st.lists(objects, max_size=2))
     calls, again = [], []
     for number, value in enumerate(arguments):
@@ -252,8 +252,8 @@ def test_whatever_a_client_makes_of_its_history_each_turn_goes_on_from_the_one_b
         before = answer
     assert len(forest.answers) == len(turns) and forest.orphans() == []
     assert {known_answer.opening for known_answer in forest.answers} == {0}
-    # Puts a foreign answer at any place: messages after it are unknown, and the nearest known answer is the one before
-    # it.
+    # Replaces any answer by a foreign answer. Messages after this answer are unknown, and the nearest known answer is
+    # the previous answer.
     place = data.draw(st.integers(0, len(turns) - 1))
     history[1 + 2 * place] = said("RelaxForeign")
     walk = forest.walk(history, tools="")

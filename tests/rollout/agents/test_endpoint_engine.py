@@ -1,4 +1,4 @@
-"""The endpoint over a real engine: the tokens of a conversation are exactly the engine's, streamed or not."""
+"""Tests the endpoint with a real engine: a conversation has exactly the engine's tokens, streamed or not."""
 
 from __future__ import annotations
 

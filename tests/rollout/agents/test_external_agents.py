@@ -1,4 +1,4 @@
-"""External agents, not started by Relax, open sessions over HTTP with a token; their episodes are like all others."""
+"""Tests external agents, which Relax does not start: they open sessions over HTTP with a token and play episodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 class Elsewhere:
-    """An external agent; it knows only the address and the token."""
+    """Simulates an external agent that knows only the address and the token."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self._url, self._http = url, http
@@ -48,7 +48,7 @@ class Elsewhere:
             return reply.status, await reply.json(), reply.headers
 
     async def open(self) -> dict[str, Any]:
-        """Retries until it gets a task; checks Retry-After."""
+        """Opens a session: retries until it gets a task. Checks Retry-After."""
         while True:
             status, reply, headers = await self.post(SESSIONS)
             if status == 200:
@@ -102,7 +102,7 @@ def test_an_agent_elsewhere_opens_rewards_and_ends_a_session(
 
 
 def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
-    """A session's key opens no new session, and the token is not valid for a session's requests."""
+    """A session's key cannot open a session, and the token is not valid for a session's requests."""
 
     async def act(agent: Elsewhere, agent_harness: asyncio.Task[Any]) -> None:
         assert (await agent.post(SESSIONS, key="wrong"))[0] == (await agent.post(SESSIONS, key=""))[0] == 401
@@ -120,7 +120,7 @@ def test_only_the_token_opens_sessions(tokenizer: PromptTokenizer) -> None:
 
 
 def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer) -> None:
-    """The next attempt has another key, and the old key gets 410."""
+    """The next attempt has a new key, and the old key gets 410."""
 
     async def act(agent: Elsewhere, agent_harness: asyncio.Task[Any]) -> None:
         first = await agent.open()
@@ -149,7 +149,7 @@ BODIES = st.binary() | st.dictionaries(
 
 
 def fuzz(examples: int) -> None:
-    """Sends random bodies to the three routes of a session: each is answered, or refused with a message."""
+    """Sends random bodies to the three routes of a session. Each must be answered, or refused with a message."""
 
     async def opened() -> tuple[ExternalAgents, str, asyncio.Task[Any]]:
         agents = ExternalAgents(token=TOKEN, idle_s=60.0)

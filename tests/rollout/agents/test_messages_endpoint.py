@@ -1,4 +1,4 @@
-"""Conversations over HTTP in Anthropic's Messages, and malformed bodies on each route."""
+"""Tests conversations over HTTP with Anthropic's Messages, and malformed bodies on each route."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 async def streamed(served: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message of a stream's events, assembled as Anthropic's client does."""
+    """Assembles the message from a stream's events, like Anthropic's client."""
     async with served.http.post(
         f"{served.url}{PATH}", json={**body, "stream": True}, headers=served.headers()
     ) as reply:
@@ -154,7 +154,7 @@ bodies = st.fixed_dictionaries(
 
 
 def fuzz(tokenizer: PromptTokenizer, examples: int) -> str:
-    """Sends random bodies to each route; returns the key of the session."""
+    """Sends random bodies to each route. Returns the key of the session."""
     sent: list[bytes] = []
 
     @settings(max_examples=examples, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

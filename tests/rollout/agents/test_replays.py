@@ -1,4 +1,4 @@
-"""Replays recorded requests of real clients: each answer in them is matched with the sampled one."""
+"""Replays recorded requests of real clients: each answer in a request must match the sampled answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations over HTTP in OpenAI's Responses."""
+"""Tests conversations over HTTP with OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 async def streamed(served: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the response of a stream and checks the events against it."""
+    """Returns the response of a stream. Checks the events against the response."""
     async with served.http.post(
         f"{served.url}{PATH}", json={**body, "stream": True}, headers=served.headers()
     ) as reply:

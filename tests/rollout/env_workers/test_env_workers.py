@@ -1,4 +1,4 @@
-"""Isolated envs in real worker processes: seeds, hangs, deaths, floods, memory, and orphaned children."""
+"""Tests isolated envs in real worker processes: seeds, hangs, deaths, floods, memory, and orphaned children."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def config_of(file: Path, **settings: Any) -> IsolatedConfig:
 
 @asynccontextmanager
 async def workers_of(file: Path, *, group_size: int = 1, **settings: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Yields a function that opens an episode with a group seed and an episode seed, and resets it."""
+    """Yields a function that opens an episode with a group seed and an episode seed, and resets its env."""
     config = config_of(file, **settings)
     workers = EnvWorkers(find_env(str(file)), config, log_file=file.with_suffix(".log"))
     spec = workers.spec(episodes_per_group=group_size)
-    calls = EnvCalls(timeout_s=0.001)  # the time of a call begins in the worker
+    calls = EnvCalls(timeout_s=0.001)  # the timeout of a call starts in the worker
     opened = spec.open
     assert opened is not None
 
@@ -214,7 +214,7 @@ def test_a_worker_that_is_lost_is_replaced_and_the_other_worker_notices_nothing(
             with pytest.raises(EnvFailed, match="its worker process was replaced: .*" + message):
                 await say(envs[2], "draw")
             assert await seen(envs[1], "draw") and await seen(envs[3], "draw")
-            if verb == "hang":  # if a process ends by itself, the children that left its process group survive
+            if verb == "hang":  # if a process exits by itself, children outside its process group survive
                 assert is_gone(pid)
             else:
                 os.kill(pid, signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_worker_over_its_memory_is_replaced(odd: Path, monkeypatch: pytest.Mon
 
 
 def test_groups_wait_for_places_and_never_for_each_other(odd: Path) -> None:
-    """At most two of three groups of two are open; a group gets places for all of its episodes, or for none."""
+    """At most two of three groups of two episodes are open. A group gets slots for all of its episodes at once."""
 
     async def scene() -> None:
         async with workers_of(odd, workers=2, episodes_per_worker=2, group_size=2) as begin:

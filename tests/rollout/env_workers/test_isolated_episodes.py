@@ -1,4 +1,4 @@
-"""Isolated episodes with a real engine and the bus's state machine, in which worker processes die mid-episode."""
+"""Tests isolated episodes with a real engine and the bus's state machine: worker processes die during episodes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def play(
     on_workers: Callable[[EnvWorkers], None],
     **settings: Any,
 ) -> list[Any]:
-    """Runs the loop with the env of ``file`` until the bus closes; returns the metrics that it recorded."""
+    """Runs the loop with the env in ``file`` until the bus closes. Returns the recorded metrics."""
     config = IsolatedConfig(name=str(file), **settings)
     records: list[Any] = []
 

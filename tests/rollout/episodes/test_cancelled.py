@@ -1,4 +1,4 @@
-"""All ends of an episode, and groups that are cancelled or aborted, with a real engine."""
+"""Tests all ends of an episode, and cancelled or aborted groups, with a real engine."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ ENDS: dict[Ended, tuple[type[Echo], dict[str, Any]]] = {
     "episode_timeout": (Hangs, {"episode_timeout_s": 0.2, **GO_ON}),
 }
 ONE_TURN = {"stop", "length"}
-ELSEWHERE = {"cancelled", "straggler", "stale", "bad_media"}  # below, in test_early_ends.py, in test_episodes.py
+ELSEWHERE = {"cancelled", "straggler", "stale", "bad_media"}  # see test_early_ends.py, test_episodes.py
 
 
 def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
 def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """One episode of the spare group waits for its env, the other one continues; their samples are logged."""
+    """One episode of the spare group waits for its env, the other episode continues. The samples of both are logged."""
     opened: list[Odd] = []
     calls: list[str] = []
 
@@ -231,7 +231,7 @@ SPEC = EnvSpec(name="mine", summary="s", config=MineConfig, open=Mine, isolated=
 def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
     engine: Engine, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """There are places for two groups, so the second step needs those of the cancelled group."""
+    """The env workers have room for two groups, so the second step needs the room of the cancelled group."""
     file, log = tmp_path / "mine.py", tmp_path / "mine.log"
     file.write_text(ENV)
     config = IsolatedConfig(name=str(file), workers=2, episodes_per_worker=GROUP_SIZE, max_turns=99)
@@ -247,7 +247,7 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
             deadline = time.monotonic() + DEADLINE_S
             while (message := log.read_text()).count("opened") != message.count(
                 "closed"
-            ):  # two threads may share a line
+            ):  # two threads may write into one line
                 assert time.monotonic() < deadline, message
                 await asyncio.sleep(0.01)
         finally:
@@ -258,7 +258,7 @@ def test_a_group_that_is_given_up_frees_its_places_in_the_env_workers(
 
 @pytest.mark.parametrize("in_lockstep", [False, True])
 def test_a_stop_cancels_episodes_in_all_their_places(engine: Engine, tiny_folder: Path, in_lockstep: bool) -> None:
-    """One episode waits for its env. The other waits for a paused engine or, in lockstep, for the first."""
+    """One episode waits for its env. The other waits for a paused engine, or in lockstep for the first episode."""
     opened: list[Half] = []
     waits, found = asyncio.Event(), list[Sequence[EpisodeRecord]]()
 
@@ -329,7 +329,7 @@ def test_an_env_that_opens_after_its_call_was_given_up_is_closed() -> None:
 
 # -- rollout.partial=abort ---------------------------------------------------------------------------------------------
 class OneChange:
-    """A bus whose weight version changes once, to version 1."""
+    """A bus that changes its weight version once, to version 1."""
 
     def __init__(self) -> None:
         self.due = asyncio.Event()
@@ -344,7 +344,7 @@ class OneChange:
 
 
 def test_an_abort_touches_turns_under_way_and_no_env(engine: Engine, tiny_folder: Path) -> None:
-    """At the weight change, one episode's second turn is being generated, and the other episode's env is in a step."""
+    """At the weight change, an engine generates one episode's second turn, and the other episode's env is in a step."""
     opened: list[Half] = []
 
     class Half(Echo):

@@ -1,4 +1,4 @@
-"""Episodes that end early: stragglers after a quorum, and episodes that are too old to train on."""
+"""Tests episodes that end early: stragglers after a quorum, and episodes that are too old for training."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def play_group(
 
 
 class SlowFirst(Echo):
-    """The first env of a group never answers its second turn."""
+    """An env: the first env of a group hangs in its second turn."""
 
     opened: list[SlowFirst]
 
@@ -134,7 +134,7 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path) -> None:
 def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines get one call for all stragglers, and may respond after the group is complete."""
+    """The engines get one cancel call for all stragglers, and may respond after the group is complete."""
     told: list[list[str]] = []
     complete = asyncio.Event()
     generate, play = SharedRequests.generate, EpisodePlayer.play
@@ -162,7 +162,7 @@ def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
 
 
 class NewWeights(Echo):
-    """Moves the engine to version 3 once all episodes have their first response."""
+    """An env that changes the engine to version 3 after the first responses of all episodes."""
 
     turns = 3
     engine: Engine
@@ -205,7 +205,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
     assert [record.ended for record in records] == [wanted] * EPISODES
     played = [len(record.turns) for record in records]
     assert max(played) == turns
-    if wanted == "env_done":  # a stale episode may see the new version in another episode's second response
+    if wanted == "env_done":  # a stale episode may learn the new version from another episode's second response
         assert played == [turns] * EPISODES
     told = [message for message in caplog.messages if "too old to be trained" in message]
     assert len(told) == (wanted == "stale"), "the log says once what to change"

@@ -1,4 +1,4 @@
-"""Ends and restarts of episodes of several turns, with a real engine and the bus's state machine."""
+"""Tests ends and restarts of episodes of several turns, with a real engine and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 
 def test_an_episode_starts_again_after_a_failure(engine: Engine, folder: Path) -> None:
-    """Of three groups, one fails once in its second turn, and one fails at every attempt."""
+    """One of three groups fails once in its second turn, and one group fails at every attempt."""
     attempts: dict[str, list[int]] = defaultdict(list)
     closed: list[str] = []
     seeds: set[tuple[str, int, int]] = set()
@@ -65,7 +65,7 @@ def test_an_episode_starts_again_after_a_failure(engine: Engine, folder: Path) -
     assert len(closed) == sum(map(len, attempts.values())), "each env is closed once"
     assert len(seeds) == len(attempts) * GROUP_SIZE, "a restart has the seeds of the first attempt"
     assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
-    # Tokens sampled before the restart, and by episodes without a reward, are counted.
+    # The accounts include tokens sampled before the restart, and tokens of episodes without a reward.
     counts = max((values for _, _, values in records), key=lambda values: values["tokens/sampled"])
     assert counts["tokens/not_chosen"] > 0 and counts["tokens/no_reward"] > 0
     trees = [tree_of(row) for row in bus.rows.values()]
@@ -73,7 +73,7 @@ def test_an_episode_starts_again_after_a_failure(engine: Engine, folder: Path) -
 
 
 def test_an_episode_that_takes_too_long_ends_and_does_not_start_again(engine: Engine, folder: Path) -> None:
-    """The running call is cancelled. On a loaded machine, other episodes may time out too."""
+    """The player cancels the running call. On a loaded machine, other episodes may time out, too."""
     attempts: list[int] = []
     cancelled: list[bool] = []
 
@@ -123,14 +123,14 @@ def test_a_rewritten_history_forks_the_tree_and_each_token_is_trained_once(engin
                 last = path_of(tree, episode.leaves[-1])
                 before = [row for row in last if row < episode.turns[2].start]
                 assert tree.token_ids[before].tolist() == rewritten
-                # The other segment ends with the last token of the second turn.
+                # The other segment ends at the last token of the second turn.
                 assert episode.leaves[0] == episode.turns[1].end - 1
     assert forked, "no episode had a third turn, so nothing was tested"
 
 
 @pytest.mark.parametrize("on_turn_cut", ["end", "continue"])
 def test_budgets_of_tokens(engine: Engine, folder: Path, on_turn_cut: str) -> None:
-    """At one token a turn, only an empty response ends with the stop token."""
+    """With one token per turn, only an empty response ends with the stop token."""
     cut: list[bool] = []
 
     class Listens(Echo):
@@ -152,7 +152,7 @@ def test_budgets_of_tokens(engine: Engine, folder: Path, on_turn_cut: str) -> No
 
 
 def test_a_long_observation_is_cut(engine: Engine, folder: Path) -> None:
-    """One group gets 500 tokens, the others a megabyte."""
+    """The observations have 500 tokens in one group, and a megabyte in the other groups."""
     shown: list[int] = []
 
     class Wordy(Echo):

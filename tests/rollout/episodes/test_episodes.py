@@ -1,4 +1,4 @@
-"""Episodes of several turns, with a real engine, real envs and the bus's state machine."""
+"""Tests episodes of several turns, with a real engine, real envs and the bus's state machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
 
 
 def play(engine: Engine, folder: Path, bus: ReplayBufferBus, env: EnvSpec, **given: Any) -> list[Any]:
-    """Runs the loop until the bus closes; returns the metrics that it recorded."""
+    """Runs the loop until the bus closes. Returns the recorded metrics."""
     records: list[Any] = []
 
     async def scene() -> None:
@@ -77,7 +77,7 @@ def path_ids(tree: TokenTree, place: int) -> list[int]:
 
 
 class Echo(BaseInteractionEnv):
-    """Repeats each response, ``turns`` times; its methods are not async, so that they run in threads."""
+    """An env that repeats each response, ``turns`` times. Its methods are not async, so they run in threads."""
 
     turns = 2
 
@@ -139,7 +139,7 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
             assert episode.turns[-1].finish == "stop" or episode.ended == "token_budget"
             stepped = episode.turns if episode.ended == "env_done" else episode.turns[:-1]
             assert all(turn.env_ms > 0.0 and turn.tools == [] for turn in stepped)
-        # The trunk exists once.
+        # The tree contains the common rows once.
         assert (tree.end[: len(opening)] == tree.rows).all()
     assert several, "no episode had a second turn, so nothing was tested"
     assert client.sizes[0] == STEP_GROUPS * GROUP_SIZE, "turns that are ready at the same time share a request"
@@ -157,7 +157,7 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
 
 
 def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(engine: Engine, folder: Path) -> None:
-    """The env runs in threads, whose order varies between runs."""
+    """The env runs in threads. The order of threads varies between runs."""
     tokenizer, seen = PromptTokenizer(folder), dict[str, RewardInput]()
     opened: list[Echo] = []
 
@@ -188,7 +188,7 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
             assert [m["content"] for m in given.messages if m["role"] == "assistant"] == list(given.turns)
             sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in episode.turns]
             if episode.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
-                whole = tokenizer.encode(given.messages)  # the template's text of the whole conversation
+                whole = tokenizer.encode(given.messages)  # the complete conversation by the template
                 ids = path_ids(tree, place)
                 assert whole[: len(ids)] == ids
                 compared += 1
@@ -262,7 +262,7 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
 def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_the_reward(
     engine: Engine, folder: Path
 ) -> None:
-    """One sample of a group and all samples of another group have a truncated file; both rows are counted."""
+    """One sample of a group and all samples of another group have a truncated file. The ledger counts both rows."""
 
     class Shows(Echo):
         def step(self, action: Action) -> StepResult:
@@ -287,7 +287,7 @@ def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_t
         def reset(self) -> Any:
             raise MediaError("image", "missing_file", f"{self.start.row['prompt']}.png is not there.")
 
-    # More rows than are admitted at once: the replacements also have bad images.
+    # More rows than the loop admits at once, so the replacement rows also have bad images.
     in_a_row = BadRows(rows=1000, most=1.0, report=told.append, most_in_a_row=3 * STEP_GROUPS)
     with pytest.raises(
         ValueError, match=r"9 data rows in a row .* The first: rows.jsonl, line \d: env mine: reset: rev 10"
@@ -386,7 +386,7 @@ def test_number_guess_answers() -> None:
 
 
 def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder: Path) -> None:
-    """Over-sampling: the first step continues without a group whose env never answers."""
+    """With over-sampling, the first step continues without the group of a hanging env."""
     ends: list[str] = []
 
     class Waits(Echo):

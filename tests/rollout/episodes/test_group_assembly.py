@@ -1,4 +1,4 @@
-"""Builds groups from responses and rewards: kept and dropped samples, and the reasons."""
+"""Tests how groups are built from responses and rewards: kept samples, dropped samples and the reasons."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def completed(*pairs: tuple[Generated, float | None]) -> object:
 
 
 def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
-    """Responses arrive in any order; uids, rewards and columns have the order of the samples."""
+    """Responses arrive in any order. Uids, rewards and columns have the order of the samples."""
     row = completed((response(2), 0.2), (response(0), 1.0), (response(1, "length", version=5), 0.1))
     assert not isinstance(row, DroppedGroup)
     assert (row.group_uid, row.index, row.dropped) == ("g00000012", 12, {})
@@ -82,7 +82,7 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
 
 
 def sets_of(sample: int) -> KeptTokens:
-    """Returns one kept set per token t, with t and some others; the set of token 0 is the whole vocabulary."""
+    """Returns one kept set per token t: t and some other tokens. The set of token 0 is the complete vocabulary."""
     sets = [[token, 20 + sample, *range(30, 30 + sample)] for token in range(sample + 2)]
     return KeptTokens.of_lists([list(range(40)), *sets[1:]], vocab_size=40)
 
@@ -142,12 +142,12 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
         )
     reasons = [result.reason if isinstance(result, DroppedGroup) else None for result in results]
     assert reasons == ["all_equal", "all_equal", None, "all_equal", "reward_failed"]
-    # The last group was incomplete, so the filter did not see it.
+    # The last group was incomplete, so the filter did not process it.
     assert seen == [([0.5, 0.5], 0), ([0.5, 0.5], 1), ([0.5, 1.0], 2), ([1.0, 1.0], 0)]
 
 
 def test_the_filter_of_a_sum_compares_its_first_part() -> None:
-    """Wrong answers that differ only in form are all wrong (DAPO keeps groups with 0 < right < all)."""
+    """For DAPO, which keeps groups with 0 < right < all, wrong answers with different form are all wrong."""
 
     def drop_group(rewards: Sequence[float], dropped_in_a_row: int) -> str | None:
         return "all_equal" if len(set(rewards)) == 1 else None
@@ -168,7 +168,7 @@ def test_the_filter_of_a_sum_compares_its_first_part() -> None:
 
 @pytest.mark.parametrize(("mask", "masks", "versions"), [(False, [1] * 5, [4, 5]), (True, [0, 1, 1, 1, 1], [5, 5])])
 def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[int], versions: list[int]) -> None:
-    """The version of a sample is then its newest version; a sample of a single version is not masked."""
+    """The version of a sample is then its newest version. A sample with a single version is not masked."""
     row = complete_group(
         index=12,
         episodes=scored([response(0), response(1, version=5)], [1.0, 0.0], index=12),
@@ -194,7 +194,7 @@ def test_nothing_is_trained_of_a_truncated_response_and_its_age_does_not_count()
     assert not isinstance(row, DroppedGroup)
     assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [0] * 2 + [1] * 7
     assert rewards_of(tree_of(row)) == [0.0, 1.0, 1.0] and row.dropped == {}
-    # Its tokens have versions 1 and 5; the group's version is that of the oldest trained token, 4.
+    # The sample's tokens have versions 1 and 5. The group's version is 4, the version of its oldest trained token.
     assert row.versions == [5, 5, 4]
     early = msgspec.structs.replace(response(0, "length"), versions=np.array([3, 3], dtype=np.int32))
     row = truncated((early, 0.0), (response(1, version=5), 1.0), (response(2, version=5), 1.0))
@@ -212,7 +212,7 @@ def test_a_group_of_truncated_responses_is_dropped_before_it_is_asked_about() ->
     [("token_mean", 7.0), ("seq_mean_token_mean", 2.0), ("seq_mean_token_sum_norm", 2 * 8.0)],
 )
 def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation: str, denominator: float) -> None:
-    """Its reward is in the baseline, its tokens are in no denominator, and the ledger has the reason."""
+    """The baseline includes the sample's reward, no denominator includes its tokens, and the ledger has the reason."""
     core: ReplayBuffer = make_core(groups_per_step=1, group_size=3, max_staleness=1)
     core.admit(1)
     row = truncated(
@@ -243,7 +243,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
 
 
 def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> Group | DroppedGroup:
-    """Returns a group; ``episodes`` holds the reward, the end, and the token versions of each turn."""
+    """Returns a group. ``episodes`` holds per episode the reward, the end, and the token versions of each turn."""
     played = list[EpisodeRecord]()
     for place, (reward, ended, turns) in enumerate(episodes):
         prompt, made = [1, 2], list[PlayedTurn]()
@@ -281,7 +281,7 @@ def test_what_is_dropped_is_told_with_its_tokens() -> None:
 
 
 def test_masks_go_by_episode() -> None:
-    """With both masks, only tokens of the newest version are trained, and none of a truncated episode."""
+    """With both masks, only tokens of the newest version are trained, and truncated episodes have no trained token."""
     given = ((1.0, "env_done", [[3, 4], [4]]), (0.0, "turn_cut", [[5], [5]]), (0.0, "max_turns", [[3]]))
     row = episodes_row(*given, mask_off_policy=True, mask_truncated=True)
     assert isinstance(row, Group)

@@ -1,4 +1,4 @@
-"""Lockstep: turns of a prompt batch are sent together, with a real engine and environments of different speed."""
+"""Tests lockstep: all episodes of a prompt batch send a turn together. A real engine, envs of different speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 
 class TracedClient(EngineClient):
-    """Records the ids of the prompts of each request."""
+    """Records the prompt ids of each request."""
 
     asked: list[list[str]]
 
@@ -39,7 +39,7 @@ class TracedClient(EngineClient):
 
 
 def rows_of(bus: ReplayBufferBus) -> dict[str, dict[str, bytes]]:
-    """Returns the columns of each group (token ids, log-probs, versions) without the times of its turns."""
+    """Returns the columns of each group (token ids, log-probs, versions) without the times of the turns."""
     return {
         uid: {name: bytes(data) for name, data in row.columns.items() if name != "episodes"}
         for uid, row in bus.rows.items()
@@ -47,7 +47,7 @@ def rows_of(bus: ReplayBufferBus) -> dict[str, dict[str, bytes]]:
 
 
 def test_an_episode_that_goes_on_while_the_loop_ends_is_cancelled() -> None:
-    """Its task group is cancelled one iteration after the outer one, and a response arrives in between."""
+    """The episode's task group is cancelled one iteration after the outer task group. A response arrives in between."""
     request = PromptRequest(rid="g0.0", input_ids=[1], sampling_seed=0)
 
     async def scene() -> None:
@@ -82,7 +82,7 @@ def test_an_episode_that_goes_on_while_the_loop_ends_is_cancelled() -> None:
 def test_requests_and_bits_do_not_depend_on_the_pace_of_the_environments(
     engine: Engine, tiny_folder: Path, fails: bool
 ) -> None:
-    """An episode may end early, and groups with a failing env are replaced; replacements play after the batch."""
+    """Some episodes end early, and groups with a failing env are replaced. Replacement groups play after the batch."""
     played = []
     for pace in range(3):
         delays = random.Random(pace)

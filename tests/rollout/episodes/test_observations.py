@@ -1,4 +1,4 @@
-"""Long observations are cut in the middle, and short observations are not changed."""
+"""Tests that long observations are cut in the middle, and that short observations do not change."""
 
 from __future__ import annotations
 

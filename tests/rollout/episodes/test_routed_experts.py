@@ -1,4 +1,4 @@
-"""Routed experts of an engine's responses reach the trainer in the order of its packed rows."""
+"""Tests that the trainer receives the routed experts of engine responses in the order of its packed rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = np.arange(4 * LAYERS * TOP_K, dtype=np.uint8).reshape(4, LAYERS, TOP_K)
 
 
 def experts_of(sample: int, tokens: int) -> np.ndarray:
-    """Returns the experts of all tokens of a response but the last; one sample has experts that need two bytes."""
+    """Returns the experts of all tokens of a response except the last. One sample has expert numbers of two bytes."""
     experts = np.full((tokens - 1, LAYERS, TOP_K), 100 * sample) + np.arange(TOP_K)
     return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.uint16)
 

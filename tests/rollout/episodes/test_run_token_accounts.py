@@ -1,4 +1,4 @@
-"""Token accounts of a run with many kinds of failure: each token that an engine sampled is in exactly one account."""
+"""Tests the token accounts of a run with many kinds of failure: each sampled token is in exactly one account."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEN = ("trained", "not_chosen", "no_reward", "dropped", "stale")
 
 
 class CountedClient(EngineClient):
-    """Counts the received tokens of each request, including parts of aborted responses."""
+    """A client that counts the received tokens of each request, including parts of aborted responses."""
 
     tokens: Counter[str]
     whole: set[str]  # requests with a complete response
@@ -48,7 +48,7 @@ class CountedClient(EngineClient):
 
 
 class CancellingPool(EnginePool):
-    """Records the ids of the cancelled requests."""
+    """An engine pool that records the ids of cancelled requests."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -61,9 +61,9 @@ class CancellingPool(EnginePool):
 
 
 class DropBus(ReplayBufferBus):
-    """Records the reason of each group that the rollout drops before the last step is done.
+    """A bus that records the reason of each group that the rollout drops before the last step is complete.
 
-    From weight version ``stale_at`` on, an episode that began under the version before is too old.
+    From weight version ``stale_at`` on, an episode that began with the previous version is too old.
     """
 
     def __init__(self, *, stale_at: int, **given: Any) -> None:
@@ -79,7 +79,7 @@ class DropBus(ReplayBufferBus):
 
 
 class Accounts(Counter[str]):
-    """Sums the accounts of the groups that end before the last step is done; later groups are cancelled anyway."""
+    """Sums the accounts of groups that end before the last step is complete. Later groups are cancelled anyway."""
 
     def __init__(self, bus: ReplayBufferBus) -> None:
         self.bus = bus
@@ -92,7 +92,7 @@ class Accounts(Counter[str]):
 
 @dataclass(kw_only=True)
 class Played:
-    """Holds the results of a run: its accounts, the tokens that the engine sampled, and the fate of each group."""
+    """Holds the results of a run: accounts, client (sampled tokens), engine pool, trained trees, ends of episodes."""
 
     accounts: Accounts
     client: CountedClient
@@ -102,9 +102,9 @@ class Played:
 
 
 def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
-    """Returns an env whose groups and single episodes fail, hang, are slow or rewrite their history.
+    """Returns an env. Some groups and some single episodes fail, hang, are slow or rewrite their history.
 
-    One group of the version before ``bus.stale_at`` continues until the newer weights have sampled.
+    One group with the version before ``bus.stale_at`` continues until the newer weights have sampled tokens.
     """
     spared: dict[int, int] = {}  # for each group, the seed of the episode that does not fail
     outlasting: set[int] = set()
@@ -112,7 +112,7 @@ def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEn
     async def outlast(index: int) -> None:
         assert bus.player is not None
         versions = [group.admission.min_version for group in bus.core.groups.values() if group.admission.index == index]
-        # Only a group of the version just before: no earlier step waits for it.
+        # Only a group of the previous version may wait, because no earlier step needs this group.
         if versions == [bus.stale_at - 1] and outlasting <= {index}:
             outlasting.add(index)
             while bus.player._too_old._newest < bus.stale_at:
@@ -148,7 +148,7 @@ def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEn
             return StepResult(observation="on", reward=self.draw.random(), done=done, context_edit=edit)
 
         async def format_observation(self, observation: Any) -> Any:
-            if self.fate == "slow" and self.played:  # together with its step, the call exceeds the episode's time limit
+            if self.fate == "slow" and self.played:  # with the wait in `step`, the episode exceeds its time limit
                 await asyncio.sleep(2.6)
             return super().format_observation(observation)
 
@@ -212,8 +212,8 @@ def engine_settings(launch: EngineLaunch) -> EngineConfig:
 
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.soak)])
 def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Path, steps: int) -> None:
-    """Counts the tokens as they arrive from the engine, and the trained tokens in the trees that are put. A run of 50
-    steps has 1,000 episodes; some outlast a step, so that tokens of older weights are masked. With 10 steps, all other
+    """Counts the tokens that arrive from the engine, and the trained tokens in the trees on the bus. A run of 50 steps
+    has 1,000 episodes. Some episodes outlast a step, so tokens of older weights are masked. With 10 steps, all other
     accounts and all ends occur.
     """
 
@@ -234,7 +234,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
     (play,) = played
     ended = {tree.group_uid for tree in play.trees} | bus.lost.keys()
     assert len(ended) * EPISODES >= steps * GROUPS * EPISODES
-    # A running response of a cancelled episode is not read.
+    # The client does not read the running response of a cancelled episode.
     read = {
         tuple(rid.split(".")): play.client.tokens[rid]
         for rid in play.client.whole - play.pool.given_up
@@ -245,7 +245,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
     trained = sum(int(tree.loss_mask.sum()) for tree in play.trees)
     sampled_rows = sum(int((tree.versions >= 0).sum()) for tree in play.trees)
     assert counts["trained"] == trained and counts["masked"] == sampled_rows - trained
-    # After a restart, a request's id ends with the attempt's number; tokens of earlier attempts are not trained.
+    # After a restart, a request's id ends with the attempt's number. Tokens of earlier attempts are not trained.
     anew = {parts[:2] for parts in read if len(parts) == 4}
     before = sum(tokens for parts, tokens in read.items() if parts[:2] in anew and len(parts) == 3)
     assert counts["not_chosen"] >= before

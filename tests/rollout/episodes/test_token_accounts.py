@@ -1,4 +1,4 @@
-"""Every sampled token is trained, or counted with the reason it is not, over random groups."""
+"""Tests on random groups that every sampled token is trained, or counted with the reason why it is not trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS, EPISODES, OLDEST = 250, 4, 3
 
 
 def random_episode(draw: np.random.Generator, place: int) -> EpisodeRecord:
-    """Returns an episode of up to four turns, some with a rewritten history, with weights of several versions."""
+    """Returns an episode of up to four turns with several weight versions. Some turns rewrite the history."""
     turns: list[PlayedTurn] = []
     prompt = [1, 2, 3]
     for _ in range(draw.integers(1, 5)):
@@ -52,7 +52,7 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
         tree = tree_of(done) if isinstance(done, Group) else None
         counts = token_accounts(episodes, tree, oldest_version=OLDEST)
         sampled = [turn.response for episode in episodes for turn in episode.turns]
-        # Counted independently: from the responses and the group's fate, without the tree.
+        # The expected counts come from the responses and the group's end, without the tree.
         assert counts["sampled"] == sum(len(response.output_ids) for response in sampled) + sum(
             e.not_chosen for e in episodes
         )

@@ -1,4 +1,4 @@
-"""Compares the token tree of a group's episodes with a plain tree of single rows, built by the contract."""
+"""Compares the token tree of a group's episodes with a plain tree of single rows that is built by the contract."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> EpisodeRecord:
 
 @dataclass(eq=False)
 class Row:
-    """One row of the plain tree; ``draw`` is the response that sampled it, or None for a prompt or observation row."""
+    """One row of the plain tree. ``draw`` is the response that sampled it, or None for prompts and observations."""
 
     token: int
     parent: Row | None
@@ -72,7 +72,7 @@ def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
 
 
 def plain_tree(episodes: Sequence[EpisodeRecord]) -> tuple[list[Row], list[list[Row]]]:
-    """Returns all rows depth-first, and the last row of each turn of each episode."""
+    """Returns all rows in depth-first order, and the last row of each turn of each episode."""
     root, ends = Row(0, None), list[list[Row]]()
     for played_episode in episodes:
         at, own = root, list[Row]()
@@ -134,7 +134,7 @@ def test_turns_grow_a_branch_and_equal_draws_are_not_shared() -> None:
 def test_a_history_without_its_middle_starts_a_new_path_from_the_last_row_that_both_have() -> None:
     episode_of_three = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]), turn([1, 2, 7, 5], [6, 3]))
     tree = build_tree("g", [episode_of_three])
-    # The fork is inside of the first response: the tokens before it are the same draw.
+    # The fork is inside the first response. The tokens before the fork are sampled only once.
     assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 5, 6, 3]
     assert tree.end.tolist() == [10, 10, 10, 7, 7, 7, 7, 10, 10, 10]
     assert tree.episodes[0].leaves == [6, 9]
@@ -157,7 +157,7 @@ def test_rows_are_shared_only_where_the_recorded_experts_agree() -> None:
     assert same.extras[ROUTED_EXPERTS].ravel().tolist() == [4, 5, 6, 0, 8, 0]
     other_episodes = [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 9, 8))]
     assert build_tree("g", other_episodes).token_ids.tolist() == [1, 2, 7, 3, 2, 7, 3]
-    # A later turn reports the routing of the previous turn's last token; a different routing starts a new path.
+    # A later turn reports the routing of the previous turn's last token. A different routing starts a new path.
     later = routed([1, 2, 7, 3, 5], 4, 5, 6, 9, 1, 2)
     assert build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6), later)]).extras[
         ROUTED_EXPERTS
@@ -195,7 +195,7 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
 
 @st.composite
 def groups(draw: st.DrawFn, *, routed: bool) -> list[EpisodeRecord]:
-    """Returns episodes whose openings, answers and observations often match; some histories are rewritten."""
+    """Returns episodes with prompts, answers and observations that often match. Some histories are rewritten."""
     token = st.integers(1, 2)
     texts = st.lists(token, min_size=1, max_size=3)
 
@@ -229,8 +229,8 @@ def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[Epi
 
 
 def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
-    """Two images of equal size have the same ids. Episodes share the rows before them; equal images are
-    shared whole.
+    """Two images of equal size have the same token ids. Episodes share the rows before such images, and share equal
+    images completely.
     """
     item, other_item = image_item(1, 3, seed=1), image_item(1, 3, seed=2)
     ids = item.ids.tolist()
@@ -252,7 +252,7 @@ def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
 
 
 def test_a_picture_of_a_later_turn_and_one_that_ends_elsewhere_keep_their_rows() -> None:
-    """The second episode has text in place of the first episode's image, which is longer than the rows that match."""
+    """The second episode has text in place of a part of the first episode's image: only some of its rows match."""
     item = image_item(2, 2)
     ids = item.ids.tolist()
     first = turn([5], [1, 2])

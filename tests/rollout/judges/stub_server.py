@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback with OpenAI's chat route and scripted answers."""
+"""A real HTTP server on loopback, with OpenAI's chat route and scripted answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[str | web.Response] | str | web.Re
 
 
 class StubServer:
-    """Answers each chat request with ``answer(body)``; `asked` holds the bodies. Use as a context manager."""
+    """Answers each chat request with ``answer(body)``. `asked` holds the bodies. Use it as a context manager."""
 
     def __init__(self, answer: Answer, *, port: int = 0) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Checks docs/judges.md: each command passes the checks before a start, on the files that it names."""
+"""Checks docs/judges.md: each command passes the checks before a start, with the files that the command names."""
 
 from __future__ import annotations
 

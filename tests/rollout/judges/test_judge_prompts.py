@@ -1,4 +1,4 @@
-"""Judge templates: inserted texts are data, and errors of a file name the line."""
+"""Tests judge templates: inserted texts are only data, and errors of a template file name the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdict parsers read a whole verdict, or nothing."""
+"""Tests that verdict parsers return a verdict only if it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The label check reports labels whose own answer gets no reward."""
+"""Tests the label check: it reports labels that get no reward when used as the answer."""
 
 from __future__ import annotations
 

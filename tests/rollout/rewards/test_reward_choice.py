@@ -1,4 +1,4 @@
-"""Rewards by row and by weight: the choice for a row, weighted sums, and refused settings."""
+"""Tests rewards by row and by weight: the choice for a row, weighted sums, and refused settings."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_row_names_its_reward() -> None:
 
 
 def test_isolated_rewards_of_a_run_share_their_processes(tmp_path: Path) -> None:
-    """A reward that only a row names is imported at its first use."""
+    """A reward that is named only by a data row is imported at first use."""
     isolated = plugin(tmp_path, isolated=True)
     values = {"by": "scorer", "parts": [{"reward": isolated}], "max_failed": 1.0}
     config = plugin_config("reward", "exact_match", values, section="reward")

@@ -1,4 +1,4 @@
-"""Rewards in the event loop, in threads, awaited or in worker processes do not block each other."""
+"""Tests that rewards do not block each other: in the event loop, in threads, async or in worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
-LONG_S = 120.0  # a deadline that no test reaches
+LONG_S = 120.0  # a timeout that no test reaches
 GROUPS = 8
 
 
@@ -182,7 +182,7 @@ def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone(
     told: list[Exception] = []
 
     def score(given: RewardInput, config: Any) -> float:
-        time.sleep(0.6)  # the duration of 0.02 s of computing while 31 others compute
+        time.sleep(0.6)  # 0.02 s of computing take this long while 31 other answers compute
         return 1.0
 
     scored(pool_of(score, timeout_s=0.2, on_hang=told.append), group_of(*["a"] * 32))
@@ -197,7 +197,7 @@ def test_an_answer_that_is_being_scored_at_a_check_does_not_hang(timeout_s: floa
         time.sleep(timeout_s / 20)
         return 1.0
 
-    groups = [group_of(*["a"] * 8) for _ in range(8)]  # for three time limits, an answer is being scored at any time
+    groups = [group_of(*["a"] * 8) for _ in range(8)]  # the pool scores answers without a break for three time limits
     scored(pool_of(score, timeout_s=timeout_s, on_hang=hung.append, concurrency=1), *groups)
     assert not hung
 
@@ -282,7 +282,7 @@ def test_what_would_end_a_thread_is_no_reward_and_counts_as_an_error(stop: Any, 
         return [score(reward_input, config) for reward_input in given]
 
     function = {"plain": score, "async": score_async, "group": score_group}[kind]
-    with ThreadPoolExecutor(1) as rollout:  # as in a run: in the main thread, the user may send KeyboardInterrupt
+    with ThreadPoolExecutor(1) as rollout:  # as in a run, not in the main thread: that may get KeyboardInterrupt
         pool = pool_of(function, group=kind == "group")
         (outputs,) = rollout.submit(scored, pool, group_of("stop", "go")).result()
     assert outputs[0].reward is None and message in outputs[0].reason and outputs[0].cause == "raised"

@@ -1,4 +1,4 @@
-"""A reward's input has the text of the sampled tokens, without the stop token and with a stop string."""
+"""Tests the text in a reward's input: the sampled tokens without the stop token, but with a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of each reward: number of answers, mean, failures by reason, and milliseconds."""
+"""Tests the metrics of each reward: number of answers, mean, failures by reason, and milliseconds."""
 
 from __future__ import annotations
 

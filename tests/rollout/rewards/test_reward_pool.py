@@ -1,6 +1,6 @@
-"""The reward pool with real worker processes, and reward plug-ins that hang, crash or return wrong values.
+"""Tests the reward pool with real worker processes, and reward plug-ins that hang, crash or return wrong values.
 
-The worker processes have no sandbox, so that the tests see their process ids and files;
+The worker processes have no sandbox, because the tests need their process ids and files.
 tests/security/test_reward_sandbox.py covers the sandbox.
 """
 
@@ -28,7 +28,7 @@ from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
-LONG_S = 120.0  # a time limit or deadline that no test reaches
+LONG_S = 120.0  # a timeout that no test reaches
 
 PLUGIN = """
 import os, signal, subprocess, sys, time
@@ -94,7 +94,7 @@ def make_pool(tmp_path: Path) -> Any:
 
 
 def _given(*responses: str) -> list[RewardInput]:
-    """Returns answers to one data row."""
+    """Returns reward inputs: these answers to one data row."""
     row = {"level": 3}
     return [RewardInput(response=text, stopped=True, answer="a", row=row) for text in responses]
 
@@ -182,7 +182,7 @@ def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
     children = Path(f"/proc/{before}/task/{before}/children")
     _wait_until(lambda: bool(children.read_text().split()))
     (child,) = map(int, children.read_text().split())
-    pool._workers[0].process.kill()  # as at its time limit
+    pool._workers[0].process.kill()  # as the pool does after the time limit
     scored.join(LONG_S)
     assert not scored.is_alive()
     _wait_until(lambda: not _alive(child))
@@ -190,7 +190,7 @@ def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
 
 
 def test_a_stop_of_the_run_ends_no_worker_and_a_reward_may_end_its_programs(make_pool: Any) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in every process of a run
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # every process of a run blocks these signals
     try:
         pool = make_pool()
     finally:
@@ -221,17 +221,17 @@ def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, i
 @pytest.mark.parametrize("isolated", [True, False])
 def test_too_many_answers_without_a_reward_end_it_with_the_first_cause(make_pool: Any, isolated: bool) -> None:
     pool = make_pool(isolated=isolated, max_failed=0.25)
-    for _ in range(6):  # two answers per data row; the window holds all of them
+    for _ in range(6):  # two answers per data row; all answers fit into the window
         score(pool, _given("ab", "ab"))
-    score(pool, _given("raise the first", "raise the second"))  # 2 of 14
+    score(pool, _given("raise the first", "raise the second"))  # 2 failures of 14 answers
     assert pool.failures.share == pytest.approx(2 / 14)
-    score(pool, _given("raise three", "ab"))  # 3 of 16
+    score(pool, _given("raise three", "ab"))  # 3 failures of 16 answers
     with pytest.raises(RewardsFailed, match=r"28% .*newest 9 data rows.*reward.max_failed=0.25.*the first"):
-        score(pool, _given("raise four", "raise five"))  # 5 of 18
+        score(pool, _given("raise four", "raise five"))  # 5 failures of 18 answers
 
 
 def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
-    """All answers to the row fail before any other row is scored."""
+    """All answers to the first data row fail before any other row is scored."""
     pool = make_pool(isolated=False, max_failed=0.0)
     outputs = score(pool, _given(*["raise it"] * 50))
     assert [output.reward for output in outputs] == [None] * 50
@@ -347,7 +347,7 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
             _wait_until(lambda: _cpu_ticks(worker) > used + 10)
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
-        # A worker that never releases the GIL ends by its own CPU timer, 1 s after the time limit.
+        # A worker that never releases the GIL is ended by its CPU timer, 1 s after the time limit.
         _wait_until(lambda: not _alive(worker))
     finally:
         owner.kill()

@@ -1,4 +1,4 @@
-"""The shadow reward: the scored answers, the metrics of a run, and refused settings."""
+"""Tests the shadow reward: the scored answers, the metrics of a run, and refused settings."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") -> Path:
-    """Writes a checkpoint as a run does after one step."""
+    """Writes a checkpoint after one step, like a run."""
     train_step(backend, dp_groups())
 
     def write(partial: Path) -> None:
@@ -48,7 +48,7 @@ def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") ->
 
 @pytest.fixture(scope="module")
 def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Returns a checkpoint of the MoE model and its weights."""
+    """Returns a checkpoint of the MoE model, and the model's weights."""
     backend = make_backend(models / "moe", family="qwen3_moe")
     checkpoint = save_run(backend, tmp_path_factory.mktemp("run"), model=models / "moe")
     return checkpoint, {name: tensor.clone() for name, tensor in backend.export()}
@@ -69,7 +69,7 @@ def test_export_is_what_was_trained(trained: tuple[Path, dict[str, torch.Tensor]
 
 
 def test_a_model_that_sees_is_exported_as_published(models: Path, tmp_path: Path) -> None:
-    """The checkpoint has a tensor per expert; the folder has a tensor per layer of experts, and processor files."""
+    """The checkpoint has a tensor per expert. The folder has a tensor per layer of experts, and processor files."""
     source = models / "sees_moe"
     backend = make_backend(source, family="qwen3_vl_moe")
     checkpoint = save_run(backend, tmp_path / "run", model=source)
@@ -87,7 +87,7 @@ def test_a_model_that_sees_is_exported_as_published(models: Path, tmp_path: Path
     loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
     model, info = loaded
     assert not any(info.values())
-    theirs = model.state_dict()[experts]  # transformers transposes them
+    theirs = model.state_dict()[experts]  # transformers transposes the experts' tensors
     assert torch.equal(theirs, exported[experts].mT)
 
 
@@ -199,7 +199,7 @@ def test_what_a_run_refuses_is_refused_by_check_model_in_the_same_words(
 
 
 def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:
-    """A folder with headers only passes, so no tensor bytes are read."""
+    """A folder with only headers passes the check, so the check does not read tensor bytes."""
     whole = (models / "untied" / "model.safetensors").read_bytes()
     size = 8 + int.from_bytes(whole[:8], "little")
     (tmp_path / "model.safetensors").write_bytes(whole[:size] + b"\xff" * (len(whole) - size))

@@ -1,4 +1,4 @@
-"""Tests that checkpoints on disk are whole or absent, also on a full disk and after a kill."""
+"""Tests that checkpoints on disk are complete or absent, also on a full disk and after a kill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def writes(name: str, data: bytes) -> Callable[[Path], None]:
 
 
 def newest(store: CheckpointStore) -> Path:
-    """Returns the newest whole checkpoint, and asserts that none was skipped."""
+    """Returns the newest complete checkpoint, and asserts that the store skipped no checkpoint."""
     found = store.newest_valid()
     assert found is not None and found.left == ()
     return found.folder
@@ -128,7 +128,7 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
 
 
 def test_meta_has_a_digest_of_its_own_and_the_folder_its_step(tmp_path: Path) -> None:
-    """Each byte of meta.json is protected, and a renamed copy of a checkpoint can be used."""
+    """A digest protects meta.json. A copy named "best" is valid, but a folder with a wrong step number is not."""
     store = CheckpointStore(tmp_path, keep_last=3)
     folder = store.write(20, writers=writes("w", b"x"), meta={"version": 20})
     text = (folder / META).read_text()
@@ -172,12 +172,12 @@ def test_a_failing_writer_leaves_the_old_ones(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_any_moment(small_disk: Callable[[str], Path]) -> None:
-    """The free space grows page by page from zero, so that every write of a checkpoint fails once."""
+    """The free space grows page by page from zero, so every write of a checkpoint fails once."""
     disk = small_disk("1m")
     root = disk / "checkpoints"
     store = CheckpointStore(root, keep_last=1)
     old = store.write(10, writers=writes("w", b"o" * 50_000), meta={})
-    # This meta.json is longer than a page, so its write can fail half-way.
+    # This meta.json is longer than a page, so its write can fail in the middle.
     meta = {"config": "c" * 10_000}
     ballast = disk / "ballast"
     failures = 0
@@ -236,7 +236,7 @@ def killed_while_writing(target: Path, *, renames_before_the_kill: int) -> None:
 
 @pytest.mark.parametrize("renames_before_the_kill", [0, 1])
 def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) -> None:
-    """A process is killed before each of the two renames that replace an old folder by a new folder."""
+    """A new folder replaces an old folder by two renames. The process is killed before each rename."""
     target = tmp_path / "folder"
     with atomic_folder(target) as folder:
         (folder / "file").write_text("old")
@@ -248,7 +248,7 @@ def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) ->
 
 
 def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> None:
-    """After a kill between the two renames both folders of the step have hidden names."""
+    """After a kill between the two renames, both folders of the step have hidden names."""
     store = CheckpointStore(tmp_path, keep_last=3)
     old = store.write(20, writers=writes("file", b"old"), meta={})
     killed_while_writing(old, renames_before_the_kill=1)
@@ -275,7 +275,7 @@ def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> Non
     seen = []
 
     def write(folder: Path) -> None:
-        for size in (100, 100, 250):  # the progress follows the size of a file that is written again
+        for size in (100, 100, 250):  # the progress is the file's size, also if the file is written again
             (folder / "rank").mkdir(exist_ok=True)
             (folder / "rank" / "w").write_bytes(b"x" * size)
             seen.append(store.progress(20))
@@ -283,7 +283,7 @@ def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> Non
 
     store.write(20, writers=write, meta={})
     assert seen == [100, 100, 250]
-    assert store.progress(20) == 500  # the bytes count once for the digest and once for the sync
+    assert store.progress(20) == 500  # the progress counts the bytes twice: for the digest and for the sync
 
 
 def test_importing_the_store_does_not_import_torch() -> None:
@@ -295,7 +295,7 @@ def test_importing_the_store_does_not_import_torch() -> None:
 
 @pytest.fixture
 def protected(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns the name of a file that cannot be removed: protected, or held open by another machine."""
+    """Returns the name of a file that cannot be removed: it is protected, or another machine has it open."""
     unlink = os.unlink
 
     def refuse(path: str, **words: int | None) -> None:
@@ -322,7 +322,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
 
 def test_a_stale_folder_that_cannot_be_removed_does_not_block_its_step(tmp_path: Path, protected: str) -> None:
     store = CheckpointStore(tmp_path, keep_last=1)
-    for _ in range(2):  # twice a process was killed while it wrote this step
+    for _ in range(2):  # two processes were killed while they wrote this step
         (tmp_path / ".step_00000010.partial").mkdir()
         (tmp_path / ".step_00000010.partial" / protected).touch()
         store.write(10, writers=writes("w", b"x"), meta={})
@@ -342,7 +342,7 @@ def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pyte
 
 def test_without_replace_a_folder_with_files_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with atomic_folder(tmp_path / "out", replace=False) as folder:  # an empty folder is filled
+    with atomic_folder(tmp_path / "out", replace=False) as folder:  # an existing empty folder is filled
         (folder / "model").touch()
     assert names(tmp_path / "out") == ["model"]
     with pytest.raises(OSError, match="was not written"), atomic_folder(tmp_path / "out", replace=False) as folder:

@@ -1,4 +1,4 @@
-"""Tests that a run that is saved, stopped and loaded continues as an uninterrupted run, bit for bit."""
+"""Tests that a saved, stopped and loaded run continues exactly like an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.train.rank_server import run_ranks
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Records a file's size at each sync, which happens after 1000 bytes in this test."""
+    """Records a file's size at each sync. In this test a sync happens every 1000 bytes."""
     sizes: list[int] = []
     sync = os.fdatasync
 
@@ -94,7 +94,7 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
     expected = train(straight, range(3, 6))
 
     resumed = make_backend(folder, **settings)
-    train(resumed, range(1))  # this back end has already trained; the checkpoint must replace that state
+    train(resumed, range(1))  # the checkpoint must replace the state of this training
     resumed.load(tmp_path / "checkpoint")
     metrics = train(resumed, range(3, 6))
     assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (
@@ -107,7 +107,7 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
 
 @pytest.mark.parametrize("family", [OMNI, HYBRID_EXPERTS])
 def test_a_run_with_items_goes_on_to_the_bit(tmp_path: Path, family: str) -> None:
-    """Three steps equal one step, a stop and two steps; groups have all media kinds of the family."""
+    """Three steps equal one step, a stop and two more steps. Groups have all media kinds of the family."""
     model, media = tmp_path / "model", tmp_path / "media"
     if family == OMNI:
         make_omni_model(model)
@@ -134,7 +134,7 @@ def test_a_run_with_items_goes_on_to_the_bit(tmp_path: Path, family: str) -> Non
 
 
 def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
-    # The import must follow that of the back end, which installs the device loader.
+    # This import must come after the backend's import, because the backend installs the device loader.
     from megatron.core import tensor_parallel
 
     def draw() -> list[float]:
@@ -146,7 +146,7 @@ def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
 
     backend = make_backend(folder)
     train(backend, range(1))
-    random.gauss(0, 1)  # numpy and Python each store the second number of a normal pair
+    random.gauss(0, 1)  # numpy and Python draw normal numbers in pairs and store the second number
     np.random.randn()
     backend.save(tmp_path / "checkpoint")
     expected = draw()
@@ -166,7 +166,7 @@ def test_settings_of_the_optimizer_are_the_new_runs(folder: Path, tmp_path: Path
 
 
 def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
-    """It is a ValueError even without the digests of CheckpointStore.verify."""
+    """A corrupt file raises ValueError even without the digest check of CheckpointStore.verify."""
     backend = make_backend(folder)
     train(backend, range(1))
     for name in (".metadata", "__0_0.distcp", "provenance.json"):
@@ -230,7 +230,7 @@ def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) 
     backend.save(tmp_path / "now")
     backend.copy_state()
     with ThreadPoolExecutor(1) as thread:
-        train(backend, range(2, 3))  # training continues during the checkpoint, and the copied state does not change
+        train(backend, range(2, 3))  # training continues during the checkpoint and must not change the copied state
         written = thread.submit(backend.write_copy, tmp_path / "later")
         train(backend, range(3, 5))
         written.result(timeout=300)
@@ -289,5 +289,5 @@ def test_a_missing_rank_ends_the_wait(folder: Path, tmp_path: Path) -> None:
     ended = run_two(folder, tmp_path / "unused", 0, tmp_path / "checkpoint", "absent")
     assert ended[0][0] != 0 and ended[1][0] == 0
     problem = ended[0][1].rsplit(f"save {tmp_path / 'checkpoint'}: trainer rank 0 waited up to", 1)
-    # Gloo names the rank if it notices the loss in the barrier, and its address if the connection closed before.
+    # If gloo notices the loss in the barrier, it names the rank. If the connection closed before, it names the address.
     assert len(problem) == 2 and any(words in problem[1] for words in ("Ranks 1 failed", "Connection closed"))

@@ -1,4 +1,4 @@
-"""Tests that another layout continues from a checkpoint with bit-identical state and the same next step."""
+"""Tests that a run can continue from a checkpoint in another layout: same state bit for bit, same next step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.train.rank_server import run_ranks
 
 
 def of_chains(found: Iterable[str]) -> list[Any]:
-    """Returns parameters that begin with a chain's name; those of slow chains are marked soak."""
+    """Returns test parameters that begin with a chain's name. Parameters of slow chains are marked soak."""
     return [pytest.param(chain, marks=pytest.mark.soak) if chain.split("-")[0] in SLOW else chain for chain in found]
 
 
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 
-# For chains that begin with one rank: the media of its step, and the towers that get gradients from them.
+# For chains that begin with one rank: the media of this rank's step, and the towers with gradients from these media.
 WITH_ITEMS = {
     "sees": ("video", ("model.visual.",)),
     "omni": ("four kinds", ("thinker.visual.", "thinker.audio_tower.")),
@@ -40,7 +40,7 @@ WITH_ITEMS = {
 
 
 class Saved:
-    """Makes the checkpoints of chains at the first request: slow chains separately from the others."""
+    """Makes the checkpoints of chains at the first request: first only slow chains, or only fast chains."""
 
     def __init__(self, models: Path, folder: Path) -> None:
         self._models, self._folder = models, folder
@@ -76,7 +76,7 @@ def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def train_on_items(models: Path, folder: Path, name: str) -> None:
-    """Saves <name>-alone after a step of one rank, in which every weight of the towers has a gradient."""
+    """Saves <name>-alone after a step of one rank. In this step every weight of the towers has a gradient."""
     model, family, *_ = CHAINS[name]
     case = WITH_ITEMS[name][0]
     if name == "omni":
@@ -127,7 +127,7 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Saved
 
 @pytest.mark.parametrize("name", of_chains(WITH_ITEMS))
 def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Saved, tmp_path: Path, name: str) -> None:
-    """In both directions, weights and moments keep their bits, including those of the towers."""
+    """In both directions, weights and moments keep their bits, also in the towers."""
     folder = saved.of(name)
     alone = stored(folder / f"{name}-alone")
     of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{item}" for item in WITH_ITEMS[name][1]))]

@@ -1,4 +1,4 @@
-"""Tests that an export copies the tensors that Relax does not compute, byte for byte and in pieces."""
+"""Tests that an export copies tensors that Relax does not use: byte for byte and in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_tensors() -> Iterator[tuple[str, Tensor]]:
 
 
 def make_source(folder: Path) -> dict[str, Tensor]:
-    """Writes a folder of two files and returns the tensors that must be copied."""
+    """Writes a folder of two files and returns the tensors that the export must copy."""
     torch.manual_seed(0)
     passed = {
         "mtp.fc.weight": torch.randn(5, 7).bfloat16(),
@@ -45,7 +45,7 @@ def make_source(folder: Path) -> dict[str, Tensor]:
 def test_they_keep_their_bytes(
     tmp_path: Path, shard_bytes: int, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_stream, "PIECE_BYTES", 24)  # a tensor has several pieces, and the last is shorter
+    monkeypatch.setattr(safetensors_stream, "PIECE_BYTES", 24)  # a tensor has several pieces; the last is shorter
     passed = make_source(tmp_path)
     assert passed_bytes(tmp_path, PREFIXES) == sum(tensor.nbytes for tensor in passed.values()), (
         "the plan has a different number of bytes"

@@ -1,4 +1,4 @@
-"""Tests that transformers and the embedded engine compute the same from a folder that was exported after a step."""
+"""Tests that transformers and the embedded engine compute the same log-probs from a folder exported after a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Prompt = tuple[list[int], list[Media]]
 
 
 def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prompt]) -> torch.Tensor:
-    """Returns the embedded engine's log-probs of all tokens of the prompts after the first."""
+    """Returns the embedded engine's log-probs of all prompt tokens after the first token."""
     config = read_model_config(folder)
     towers = Towers.of(config)
     assert towers is not None
@@ -56,7 +56,7 @@ def embedded_logprobs(folder: Path, reader: FolderReader, prompts: Sequence[Prom
 
 
 def test_an_export_of_omni(tmp_path: Path) -> None:
-    """Compares log-probs of a prompt with all media kinds, of a video with audio, and of text."""
+    """Compares log-probs of three prompts: all media kinds, a video with audio, and text."""
     source, media = tmp_path / "model", tmp_path / "media"
     make_omni_model(source)
     items, reader = OmniItems(source, media), FolderReader(media)

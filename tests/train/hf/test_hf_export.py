@@ -1,4 +1,4 @@
-"""Tests that transformers loads an exported folder without warnings and with the same logits."""
+"""Tests that transformers loads an exported folder without warnings and computes the same logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_core.train.hf.hf_export import export_hf_folder
 
 @pytest.fixture
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Makes a model folder with a tokenizer; its weights are tied unless a test parametrizes the fixture."""
+    """Makes a model folder with a tokenizer. Its embeddings are tied unless a test parametrizes the fixture."""
     folder = tmp_path / "source"
     make_model(folder, tied=getattr(request, "param", True))
     words = {f"w{number}": number for number in range(VOCABULARY)}
@@ -39,7 +39,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load_silently(folder: Path) -> torch.nn.Module:
-    """Loads a folder, and fails on any of transformers' two kinds of warnings."""
+    """Loads a folder, and fails on warnings and on warning log lines of transformers."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
@@ -72,10 +72,10 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     target = tmp_path / "hf"
     export_folder(make_backend(source), source, target, shard_bytes=shard_bytes)
-    (source / "adapter_config.json").unlink()  # otherwise transformers would load its weights
+    (source / "adapter_config.json").unlink()  # otherwise transformers would load the adapter's weights
     ours, theirs = load_silently(target), load_silently(source)
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
-    # The address of weights in memory may change the order of a sum.
+    # The memory address of weights may change the order of a sum.
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
     files = {path.name for path in target.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= files
@@ -90,7 +90,7 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
         index = json.loads((target / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == set(weights)
         sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
-        assert max(sizes) < 55_000  # a file also has a header; no tensor here is larger than a shard
+        assert max(sizes) < 55_000  # the limit includes a file's header; no tensor here is larger than a shard
         assert index["metadata"]["total_size"] == sum(
             tensor.numel() * tensor.element_size() for _, tensor in make_backend(source).export()
         )
@@ -114,7 +114,7 @@ def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_b
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source_folder(tmp_path: Path) -> None:
-    """The model has a vision tower and fused experts; its matrices are bfloat16 and its vectors float32."""
+    """The model has a vision tower and fused experts. Its matrices are bfloat16, and its vectors are float32."""
     source = tmp_path / "source"
     make_tiny_vision_model(source, "qwen3_vl_moe")
     weights = {

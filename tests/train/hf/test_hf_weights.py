@@ -1,4 +1,4 @@
-"""Tests that weights are imported and exported bit for bit under every layout, in slices and in buckets."""
+"""Tests that import and export keep the bits of weights in every layout, with slices and with buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [f"{model} {layout}" for model, (_, layouts) in MODELS.items() for layou
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns the reports of each rank, by model and layout."""
+    """Returns each rank's reports, by model and layout."""
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
     ended = run_ranks("weights_rank.py", [(folder, folder / "seen")] * RANKS)
@@ -36,7 +36,7 @@ def test_load_then_export_is_bit_identical(seen: list[dict[str, Any]], case: str
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, Any]], case: str) -> None:
-    joined = 2 * seen[0][case]["largest"] if "sees" in case else 0  # more than a bucket: a tensor and its copy
+    joined = 2 * seen[0][case]["largest"] if "sees" in case else 0  # larger than a bucket: a tensor and its copy
     assert max(rank[case]["held"] for rank in seen) <= BUCKET_BYTES + joined
     assert seen[0][case]["held"] >= seen[0][case]["largest"]  # shows that the measurement works
 
@@ -46,7 +46,7 @@ def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> 
     parts = [rank[case]["read"] for rank in seen]
     copies = {"dp4": 4, "tp2_cp2": 2, "pp2_vpp2_dp2": 2}.get(case.split()[1])
     if "sees" in case:
-        assert max(parts) < 0.75  # every rank of the first stage has the whole tower, a third of this model
+        assert max(parts) < 0.75  # every rank of the first stage has the complete tower, a third of this model
         return
     if copies:
         assert sum(parts) == pytest.approx(copies, abs=0.06)  # every tensor-parallel rank has the norms

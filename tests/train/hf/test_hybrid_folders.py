@@ -21,7 +21,7 @@ EXPERTS = "tiny_qwen3_5_moe"
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors with one per expert, as transformers writes them, except for the MTP layer."""
+    """Returns tensors with one tensor per expert, as transformers writes them. The MTP layer stays unchanged."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, _, part = name.partition(".experts.")

@@ -1,4 +1,4 @@
-"""Import and export of Qwen3-Omni: talker and code2wav keep their bytes; a step changes only trained tensors."""
+"""Tests import and export of Qwen3-Omni: talker and code2wav keep their bytes; a step changes trained tensors only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FROZEN = ("audio", "projector")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a published folder in which the tensors outside the thinker have another dtype."""
+    """Returns a published folder. Its tensors outside the thinker have another dtype."""
     folder = tmp_path_factory.mktemp("omni") / "model"
     make_omni_model(folder)
     file = folder / "model.safetensors"
@@ -84,7 +84,7 @@ def test_after_a_step_exactly_the_trained_tensors_differ(source: Path, tmp_path:
     assert any(name.startswith("thinker.audio_tower.conv2d1") for name in kept)
     assert any(name.startswith("thinker.audio_tower.proj2") for name in kept)
     passed = {name for name in before if not name.startswith("thinker.")}
-    unseen = {name for name in same - kept - passed if ".experts." not in name}  # no row reaches some experts
+    unseen = {name for name in same - kept - passed if ".experts." not in name}  # some experts compute no row
     assert passed and same >= passed | kept and not unseen
     assert all(before[name].dtype == after[name].dtype for name in before)
     loaded: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)

@@ -1,4 +1,4 @@
-"""Fused experts and towers: import and export in the published layout, transformers' layout, square experts."""
+"""Tests import and export of fused experts and towers: published layout, transformers' layout, square experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS = "model.language_model.layers.1.mlp.experts."
 
 
 def through_the_rules(folder: Path) -> dict[str, Tensor]:
-    """Splits a folder's tensors into those of the weight rules, joins them again and returns them."""
+    """Splits a folder's tensors as the weight rules say, joins the parts again and returns the tensors."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
     parts = ((name, part[:]) for weight in stored for name, part in weight.parts(files[weight.name]))
@@ -28,7 +28,7 @@ def through_the_rules(folder: Path) -> dict[str, Tensor]:
 
 
 def expert_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the rules' tensors of one layer's experts."""
+    """Returns the experts' tensors of one layer, split by the weight rules."""
     stored = stored_weights(folder_architecture(folder))
     files = dict(open_safetensors(folder))
     layer = [weight for weight in stored if weight.name.startswith(EXPERTS)]
@@ -47,7 +47,7 @@ def test_the_published_layout_goes_in_and_out(tmp_path: Path, name: str) -> None
 
 
 def test_an_expert_is_the_one_of_transformers(tmp_path: Path) -> None:
-    """Transformers loads the published folder and holds each expert's matrices as the product needs them."""
+    """Compares each expert's matrices with the experts that transformers loads from the published folder."""
     make_vision_model(tmp_path, "tiny_qwen3_vl_moe")
     theirs: Any = AutoModelForImageTextToText.from_pretrained(tmp_path)
     experts = theirs.model.language_model.layers[1].mlp.experts
@@ -76,7 +76,7 @@ def test_the_layout_of_a_model_that_transformers_made_is_read_too(tmp_path: Path
 
 @pytest.mark.parametrize(("width", "other_tensor"), [(36, "down_proj"), (72, "gate_up_proj")])
 def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: int, other_tensor: str) -> None:
-    """One of the two tensors is square, so its shape gives no information; the other tensor shows the layout."""
+    """The first tensor is square, so its shape says nothing about the layout. The second tensor shows the layout."""
     make_vision_model(tmp_path, "tiny_qwen3_vl_moe", moe_intermediate_size=width)
     published, architecture = load_file(tmp_path / "model.safetensors"), folder_architecture(tmp_path)
     ours = through_the_rules(tmp_path)

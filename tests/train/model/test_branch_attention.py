@@ -1,4 +1,4 @@
-"""Tests attention without a mask against a plain dense mask, over trees of any depth."""
+"""Compares attention without a mask with attention under a dense mask, over trees of any depth."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor)
 def test_it_is_the_dense_attention(
     forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, call_bytes: int, seed: int
 ) -> None:
-    """The result is equal for every grouping of runs and heads into calls, and with any padding after the stream."""
+    """The result does not depend on the grouping of runs and heads into calls, or on padding after the stream."""
     rows = len(forest.parents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
@@ -109,7 +109,7 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
-    """Returns the calls of ``causal`` and ``above``: the first row and the end row of the queries and of the keys."""
+    """Returns the calls of ``causal`` and ``above``. A call has the first row and the end row of queries and keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # each run gets a separate call
         plan = always_planned(forest, dtype=torch.float32)
@@ -125,7 +125,7 @@ def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int
 
 
 def test_two_levels_by_hand() -> None:
-    """Prompts of 4 and 6 tokens have branches of 2 and 5. A branch of 3 without siblings continues its prompt's run."""
+    """Prompts of 4 and 6 tokens have branches of 2 and 5. A single branch of 3 tokens continues its prompt's run."""
     causal, above = calls_by_hand(two_level([[3, 6], [4], [1, 1]], [4, 6, 2]))
     assert causal == [(0, 4), (4, 6), (6, 11), (11, 20), (20, 22)]
     assert above == [(4, 11, 0, 4)]
@@ -141,7 +141,7 @@ def test_a_deep_tree_by_hand() -> None:
 @settings(max_examples=50, deadline=None)
 @given(forests())
 def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
-    """Each run has its own call; `BranchPlan.pairs` counts a causal run as half a square."""
+    """Each run has a separate call. `BranchPlan.pairs` counts a causal run as half a square."""
     causal, above = calls_by_hand(forest)
     pairs = sum((end - start) * (end - start + 1) // 2 for start, end in causal)
     pairs += sum((end - start) * (last - first) for start, end, first, last in above)
@@ -151,7 +151,7 @@ def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
 @pytest.mark.parametrize(
     ("lengths", "prompt", "planned"),
     [
-        ([[8] * 16] * 8, 17, False),  # in the demo, more calls would cost more than they save
+        ([[8] * 16] * 8, 17, False),  # for the demo, more calls would cost more time than they save
         ([[100] * 8] * 2, 64, True),
         ([[50]] * 4, 30, False),
         ([[500]] * 4, 30, True),
@@ -166,7 +166,7 @@ def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool
 
 @pytest.mark.parametrize("rows", [3000, 1100, 200])
 def test_all_ranks_take_the_same_way(rows: int) -> None:
-    """Ways gather keys in different calls, so mixed ways would deadlock. In one case, a rank has only padding."""
+    """Implementations gather keys in different calls: ranks that mix them would deadlock. One rank has only padding."""
     end = two_level([[rows // 10] * 5], [rows // 2]).end
     shardings = [RowSharding(multiple=8, ranks=4, rank=rank) for rank in range(4)]
     for padded in (shardings[0].padded(len(end)), 8 * len(end)):
@@ -179,7 +179,7 @@ def test_all_ranks_take_the_same_way(rows: int) -> None:
 
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(8, 2, 64), (8, 8, 64), (4, 4, 16), (32, 2, 128), (6, 3, 1)])
 def test_a_call_has_few_heads(heads: int, key_heads: int, dim: int) -> None:
-    """Every head is in one call; the keys of a call's heads take at most `_CALL_BYTES`, unless it has one head."""
+    """Every head is in one call. The keys of a call take at most `_CALL_BYTES`, unless the call has one head."""
     rows = 16384 + 8 * 512
     plan = BranchPlan.of(two_level([[512] * 8], [16384]).end, dtype=torch.float32)
     assert plan is not None
@@ -196,7 +196,7 @@ def test_a_call_has_few_heads(heads: int, key_heads: int, dim: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_runs_that_go_together(lengths: list[int]) -> None:
-    """Each run is in one call, and less than half of a call is padding unless a separate call costs more."""
+    """Each run is in exactly one call. Less than half of a call is padding, unless a separate call costs more."""
     array = np.array(lengths)
     parts = branch_attention._alike(array)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
@@ -215,7 +215,7 @@ def test_runs_that_go_together(lengths: list[int]) -> None:
     )
 )
 def test_parents_that_go_together(groups: list[tuple[int, list[int]]]) -> None:
-    """Each parent is in one call, and no call pads more pairs than separate calls of its members would cost."""
+    """Each parent is in one call. A call pads at most as many pairs as separate calls of its members would cost."""
     plan = always_planned(
         two_level([lengths for _, lengths in groups], [prompt for prompt, _ in groups]), dtype=torch.float32
     )

@@ -24,7 +24,7 @@ LARGE = forests(max_runs=8, longest=3 * BLOCK)
 
 
 def padded_sees(forest: Forest, padded: int) -> np.ndarray:
-    """Returns the visibility with padding; a padding row attends to itself."""
+    """Returns the visibility with padding. A padding row attends to itself."""
     sees = np.eye(padded, dtype=bool)
     sees[: len(forest.parents), : len(forest.parents)] = forest.sees
     return sees
@@ -55,9 +55,9 @@ def test_the_blocks_are_those_that_torch_finds_from_every_pair(forest: Forest, p
 @settings(max_examples=25, deadline=None)
 @given(forest=LARGE, ranks=st.integers(2, 3))
 def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks: int) -> None:
-    """All blocks are found.
+    """The plan lists all blocks with visible pairs.
 
-    A block with rows of two chunks may be computed without need, but it is never treated as a full block.
+    A block with rows of two chunks may be computed unnecessarily, but the plan never treats it as a full block.
     """
     for rank in range(ranks):
         sharding = RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank)
@@ -79,8 +79,8 @@ def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks:
 def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients are equal, and all lengths share the same graphs.
 
-    Otherwise a GPU would compile for every micro-batch. torch refuses the backward pass on a CPU; with the check
-    disabled it computes the gradient by its own definition.
+    Otherwise a GPU would compile for every micro-batch. torch refuses the backward pass on a CPU. With this check
+    disabled, torch computes the gradient by its definition.
     """
     graphs = []
 
@@ -101,11 +101,11 @@ def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: py
         grads, expected = (torch.autograd.grad(result, inputs, incoming) for result in (output, dense))
         for mine, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
-    assert len(graphs) <= 2 * 2  # not one for each of the seven lengths
+    assert len(graphs) <= 2 * 2  # fewer than one for each of the seven lengths
 
 
 def test_a_plan_of_blocks_takes_no_memory_by_pairs_of_rows() -> None:
-    """A mask of a stream of 2**18 rows would take 64 GB."""
+    """A mask for a stream of 2**18 rows would take 64 GB."""
     rows = 2**18
     end = np.full(rows, rows)
     end[rows // 4 :] = np.repeat(np.arange(rows // 4, rows, rows // 4) + rows // 4, rows // 4)

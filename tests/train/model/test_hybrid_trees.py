@@ -1,4 +1,4 @@
-"""Compares token trees of models with gated delta nets with single rows: log-probs, gradients, and bits of branches."""
+"""Tests models with gated delta nets: token trees give the log-probs, gradients and branch bits of single rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.policy_backend import MegatronBackend
 
-LOGPROBS, GRADIENTS = 2e-5, 1e-5  # nats; relative
+LOGPROBS, GRADIENTS = 2e-5, 1e-5  # maximum gaps: in nats; relative
 
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid:
-    """Holds a random model, and trees of depth 4 and with items in branches."""
+    """Holds a random model, and trees of depth 4 with media items in branches."""
 
     folder: Path
     family: str
@@ -70,7 +70,7 @@ def test_trees_and_rows_have_the_same_logprobs_and_gradient(hybrid: Hybrid) -> N
 
 
 def test_each_tensors_gradient_is_the_same_by_the_recurrent_rule(hybrid: Hybrid) -> None:
-    """Includes the decay's parameters, whose gradients have the largest rounding errors with the chunked rule."""
+    """Includes the decay's parameters: with the chunked rule their gradients have the largest rounding errors."""
     with recurrent_rule():
         trees, rows = hybrid.step(hybrid.trees), hybrid.step(one_sample_each(hybrid.trees))
     assert sum(name.endswith("A_log") for name in trees.gradients) == 6
@@ -85,6 +85,6 @@ def test_another_token_in_one_branch_leaves_the_bits_of_every_other(hybrid: Hybr
         ids[row] = (ids[row] + 1) % WORDS
         [after] = backend.logprobs([dataclasses.replace(tree, token_ids=ids)])
         below = np.arange(tree.rows)
-        seen = (below >= row) & (below < tree.end[row])  # the rows that attend to the token, and its own prediction
+        seen = (below >= row) & (below < tree.end[row])  # rows that attend to the token, and the token's own prediction
         assert np.array_equal(before[~seen], after[~seen]), row
         assert (before[seen & tree.loss_mask] != after[seen & tree.loss_mask]).any(), row

@@ -1,4 +1,4 @@
-"""Tests chunked log-probs against the plain log_softmax in float64."""
+"""Compares chunked log-probs with the plain log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def values_and_grads(values: Tensor, hidden: Tensor, weight: Tensor, incoming: T
 
 @pytest.fixture(params=["plain", "own"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the plain operations that tiny problems use, and with the autograd function."""
+    """Runs a test twice: with the plain operations for tiny problems, and with the autograd function."""
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", 10**9 if request.param == "plain" else -1)
 
 
@@ -83,7 +83,7 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
     theirs = naive(double_hidden, double_weight, targets, 1.0)
     mine = values_and_grads(ours, hidden, weight, incoming)
     exact = values_and_grads(theirs, double_hidden, double_weight, incoming)
-    # Logits reach 20 here, so in bfloat16 they would be off by 0.06.
+    # Logits reach 20 here, so bfloat16 would round them by up to 0.06.
     torch.testing.assert_close(mine[0].double(), exact[0], rtol=0, atol=1e-4)
     for grad, expected in zip(mine[1:], exact[1:], strict=True):
         assert grad.dtype == torch.bfloat16
@@ -92,7 +92,7 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
 
 @pytest.fixture
 def float32_sums() -> Iterator[None]:
-    """Adds to a CPU the products that torch only has on a GPU: bfloat16 factors with float32 sums."""
+    """Provides on a CPU the products that torch has only on a GPU: bfloat16 factors with float32 sums."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
     library.impl("mm.dtype_out", lambda left, right, dtype, *, out: out.copy_(left.to(dtype) @ right.to(dtype)), "CPU")
@@ -103,9 +103,9 @@ def float32_sums() -> Iterator[None]:
 @pytest.mark.usefixtures("float32_sums")
 @pytest.mark.parametrize("chunk_rows", [8, 64])
 def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the computation of a GPU without a float32 copy of the weight.
+    """Checks the computation on a GPU without a float32 copy of the weight.
 
-    Logits are as exact as with float32 copies, and gradients are within bfloat16's rounding of one factor.
+    Logits have the same precision as with float32 copies. Gradients are within bfloat16's rounding of one factor.
     """
     monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.size])
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
@@ -160,7 +160,7 @@ def test_only_the_wanted_gradient_and_none_without_grad_mode(chunk_rows: int) ->
 
 
 def test_backward_twice_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saved chunk must survive a backward pass (retain_graph)."""
+    """The first backward pass (retain_graph) must not change the saved chunk."""
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
     hidden, weight, targets, incoming = problem(10, 20, 4)
     values = chunked_logprobs(hidden, weight, targets, inverse_temperature=0.5, chunk_rows=10)
@@ -261,7 +261,7 @@ def test_top_k_tokens_are_those_of_the_whole_distribution(chunk_rows: int) -> No
     [(["--way=ours"], 16), (["--way=entropy"], 16), (["--way=top_8"], 16), (["--way=kept", "--kept=5000"], 20)],
 )
 def test_memory_stays_at_one_chunk(flags: list[str], most_mb: float) -> None:
-    """All logits would take 41 MB. A chunk takes 2.6 MB, as does the weight's gradient; kept sets take 1.3 MB."""
+    """All logits would take 41 MB. A chunk takes 2.6 MB, the weight's gradient 2.6 MB, and the kept sets 1.3 MB."""
     sizes = ["--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags, *sizes]
     printed = subprocess.run(

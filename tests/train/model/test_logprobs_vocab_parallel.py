@@ -1,4 +1,4 @@
-"""Tests the output layer sharded over two ranks against the same functions on one rank."""
+"""Compares the output layer sharded over two ranks with the same functions on one rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
 def check(ranks: WorkerGroup, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
     """Compares two ranks with one.
 
-    Outputs and hidden gradients of both ranks are bit-identical and agree with one rank's. The shards of the weight
-    gradient form the whole.
+    Outputs and hidden gradients are bit-identical on both ranks and agree with one rank. The shards of the weight
+    gradient form the complete gradient.
     """
     alone, answers = solve(problem), ranks.solve(problem)
     for answer in answers:
@@ -79,7 +79,7 @@ def make(
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
-    """The kept sets lie in one rank's shard or anywhere, or keep all tokens; some entries name no token."""
+    """The kept sets lie in one rank's shard or anywhere, or keep all tokens. Some entries name no token (-1)."""
     words = data.draw(st.integers(1, 200), label="words")
     pads = data.draw(st.integers(0, 20), label="pads")
     seed = data.draw(st.integers(0, 2**31), label="seed")
@@ -121,7 +121,7 @@ def test_a_rank_of_padding_alone(ranks: WorkerGroup) -> None:
 
 
 def test_a_shard_far_below_the_other(ranks: WorkerGroup) -> None:
-    """One shard's probability is 0 in floating point, and everything stays finite."""
+    """The probability of one shard is 0 in floating point. All results must be finite."""
     problem = make(rows=6, words=8, pads=0, width=1, k=1, entropy=True, chunk_rows=4, top_k=8, dtype=torch.float32)
     problem.hidden.fill_(300.0)
     problem.weight.copy_(torch.arange(8.0, 0.0, -1.0)[:, None])

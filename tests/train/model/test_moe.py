@@ -1,4 +1,4 @@
-"""Tests a mixture of experts against transformers, with routing replay and balancing, and its load counts."""
+"""Compares a mixture of experts with transformers. Also tests routing replay, balancing and the load counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS, TOP_K, LAYERS = 8, 2, 3
 
 
 def make_moe(folder: Path, *, normalized: bool = True, seed: int = 0) -> Any:
-    """Writes a Qwen3-MoE and returns it."""
+    """Writes a Qwen3-MoE to a folder and returns the model."""
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 48}
     layers = {"num_hidden_layers": LAYERS, "norm_topk_prob": normalized}
     return make_model(folder, seed=seed, **experts, **layers).eval()
@@ -38,7 +38,7 @@ def groups_of(seed: int = 0) -> list[TokenTree]:
 
 
 def in_hf(model: Any, group: TokenTree, ask: Any) -> list[Any]:
-    """Calls ``ask(output, prompt, response)`` for each of the group's samples separately."""
+    """Computes each of the group's samples separately and calls ``ask(output, prompt, response)``."""
     found, prompt = [], prompt_of(group)
     for response in answers_of(group):
         ids = np.concatenate([prompt, response]).astype(np.int64)
@@ -54,12 +54,12 @@ def hf_logprobs(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
 
 
 def hf_experts(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
-    """Returns the experts of transformers, ``[tokens but the last, layers, top_k]``."""
+    """Returns the experts that transformers chooses, ``[tokens - 1, layers, top_k]``."""
     return torch.stack([logit.topk(TOP_K, -1).indices for logit in output.router_logits], 1)[:-1].numpy()
 
 
 def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
-    """Adds the experts of the prompt and of each response; no expert computes a response's last token."""
+    """Adds transformers' experts for the prompt and each response. No expert computes a response's last token."""
     done = []
     for group in groups:
         samples = in_hf(model, group, hf_experts)
@@ -71,7 +71,7 @@ def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
 
 
 def shifted(groups: list[TokenTree]) -> list[TokenTree]:
-    """Moves every token to the experts next to its own."""
+    """Replaces every expert by the next expert."""
     return [group.with_extras(routed_experts=(group.extras["routed_experts"] + 1) % EXPERTS) for group in groups]
 
 
@@ -91,14 +91,14 @@ def test_the_same_experts_change_nothing_and_others_do(folder: Path) -> None:
     backend = make_backend(folder, family="qwen3_moe", trainable=False)
     groups = with_hf_experts(Qwen3MoeForCausalLM.from_pretrained(folder).eval(), groups_of())
     own = np.concatenate(backend.logprobs(groups_of()))
-    # The order of the two terms of a sum differs.
+    # The two terms of a sum have a different order.
     assert np.abs(np.concatenate(backend.logprobs(groups)) - own).max() < 1e-6
     assert np.abs(np.concatenate(backend.logprobs(shifted(groups))) - own).max() > 0.1
     assert np.array_equal(np.concatenate(backend.logprobs(groups_of())), own)
 
 
 def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
-    """Megatron's counts of tokens per expert agree with the experts that came with the groups."""
+    """Megatron's counts of tokens per expert agree with the experts in the groups."""
     from relax_core.train.model.moe import routers
 
     backend = make_backend(folder, family="qwen3_moe")
@@ -133,7 +133,7 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
     ]
     expected = gradients(plain, [[group] for group in groups])
     found = gradients(recomputed, [[group] for group in groups])
-    # Two micro-batches are in progress, as in a pipeline: both forward passes come before the first backward pass.
+    # Like a pipeline, this computes the forward passes of two micro-batches before the first backward pass.
     recomputed.begin_step(0)
     batches = [recomputed.pack([group]) for group in groups]
     losses = [recomputed.loss(batch, recomputed.forward(recomputed.model_chunks[0], batch)) for batch in batches]
@@ -161,8 +161,8 @@ def test_experts_of_another_model_are_refused(folder: Path) -> None:
 
 
 def test_the_balancing_losss_gradient_is_that_of_its_definition(folder: Path) -> None:
-    """The loss is E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4); the gradient is that of the
-    sum over layers, the metric is the mean.
+    """The loss is E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4). The gradient belongs to the
+    sum over layers; the metric is the mean over layers.
     """
     from transformers import Qwen3MoeForCausalLM
 
@@ -188,7 +188,7 @@ def test_the_balancing_loss_evens_the_load(folder: Path) -> None:
     for coefficient in (0.0, 1.0):
         backend = make_backend(folder, family="qwen3_moe", moe_aux_loss_coef=coefficient, optimizer={"lr": 3e-3})
         loads = [train_step(backend, [groups_of()], step=step).moe["max_load"] for step in range(12)]
-        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # single steps vary much
+        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # single steps vary a lot
     assert first[0.0] == first[1.0] > 1.5
     assert last[1.0] < 0.8 * last[0.0]
 

@@ -1,4 +1,4 @@
-"""Tests RMSNorm and its gradient against the definition in float64."""
+"""Compares RMSNorm and its gradient with the definition in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a gated delta net over a random token forest with its recurrence from each row's parent."""
+"""Compares a gated delta net over a random token forest with the recurrence that starts at each row's parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NET = DeltaNet(key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4)
 
 
 def by_definition(forest: Forest, rows: Tensor, weight: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
-    """Computes row by row; each row begins with the state and the inputs of its parent. Returns ``[rows, 2, 6]``."""
+    """Computes row by row. Each row begins with the state and the inputs of its parent. Returns ``[rows, 2, 6]``."""
     states: list[Tensor] = []
     outputs: list[Tensor] = []
     for row, parent in enumerate(forest.parents):

@@ -1,4 +1,4 @@
-"""Tests one masked call over a forest, whole and sharded over context-parallel ranks, against a plain dense mask."""
+"""Compares one masked call over a forest with a dense mask: on one rank and on context-parallel ranks."""
 
 from __future__ import annotations
 

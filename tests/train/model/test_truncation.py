@@ -1,4 +1,4 @@
-"""Tests log-probs over kept sets and without banned tokens against a plain float64 softmax over kept tokens."""
+"""Compares log-probs over kept sets without banned tokens with a float64 softmax over the kept tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def left(rows: int, vocab: int, targets: Tensor, *, banned: list[int], seed: int) -> Tensor:
-    """Draws kept sets, bool ``[rows, vocab]``, from only the target to all tokens, without banned tokens."""
+    """Draws kept sets without banned tokens, bool ``[rows, vocab]``. The smallest sets contain only the target."""
     random = torch.Generator().manual_seed(seed)
     shares = torch.tensor([0.0, 0.02, 0.3, 1.0])[torch.randint(0, 4, (rows, 1), generator=random)]
     mask = torch.rand(rows, vocab, generator=random) < shares
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_over_the_set(
             for output, flow in zip(outputs, flows, strict=True)
             if output is not None
         )
-        # The log-prob of a token outside the set is a constant so large that other numbers vanish next to it.
+        # The log-prob of a token outside the set is a huge negative constant; other numbers vanish next to it.
         outside = outputs.gathered == OUTSIDE
         total = total - (outputs.gathered * flows[2].to(outputs.gathered.dtype))[outside].sum().detach()
         grads.append(torch.autograd.grad(total, [hidden, weight]))
@@ -171,7 +171,7 @@ def test_the_top_k_tokens_lie_within_the_set(chunk_rows: int) -> None:
 def test_a_chunk_of_a_shard_is_decoded_alone(
     vocab: int, rows: int, first: int, words: int, seed: int, data: st.DataObject
 ) -> None:
-    """Tokens beyond the sets' vocabulary, as in a padded model, are excluded."""
+    """A padded model has tokens beyond the sets' vocabulary. These tokens are excluded."""
     start = data.draw(st.integers(0, rows - 1))
     chunk = slice(start, data.draw(st.integers(start + 1, rows)))
     mask = left(rows, vocab, torch.zeros(rows, dtype=torch.int64), banned=[], seed=seed)
@@ -180,6 +180,6 @@ def test_a_chunk_of_a_shard_is_decoded_alone(
     KeptRows(KeptTokens.of_mask(mask.numpy()), CPU).leave_out(found, chunk, first=first)
     whole = np.ones((rows, 640), dtype=bool)
     whole[:, :vocab] = ~mask.numpy()
-    whole[mask.numpy().all(1)] = False  # the sets of these rows record only that all tokens were kept
+    whole[mask.numpy().all(1)] = False  # these rows store only the fact that all tokens were kept
     left_out = torch.from_numpy(whole[chunk, first : first + words])
     assert torch.equal(found, logits.masked_fill(left_out, OUTSIDE))

@@ -1,4 +1,4 @@
-"""Passes media items to SGLang's model; SGLang imports this package as its plug-in of media processors.
+"""Passes media items to SGLang's model. SGLang imports this package as a plug-in with media processors.
 
 Start reading in ``media_processor.py``.
 """

@@ -1,8 +1,9 @@
-"""Passes encoded media items to SGLang's model, in place of SGLang's own processors of Qwen3-VL and Qwen3-Omni.
+"""Passes encoded media items to SGLang's model. Replaces SGLang's processors of Qwen3-VL and Qwen3-Omni.
 
-SGLang's processor would decode, resize and expand items that are encoded already. This processor maps the item's file
-and returns the prompt's own ids, the uint8 frames of each step of an item, and rotary positions. The scheduler makes
-patches of the frames (``sglang_patches.py``), so that an eighth of the bytes passes between SGLang's processes.
+SGLang's processors decode, resize and expand media, but Relax's items are already encoded. This processor maps the
+item's file, and returns the unchanged ids of the prompt, the uint8 frames of each step of an item, and rotary
+positions. SGLang's scheduler process converts the frames to patches (``sglang_patches.py``): only an eighth of the
+bytes must be sent between SGLang's processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from relax_core.families.towers import Towers
 
 
 class RelaxMediaProcessor(BaseMultimodalProcessor):
-    """Implements SGLang's processor for the models that Relax trains with images, videos and sounds."""
+    """Implements SGLang's media processor for the models that Relax trains with images, videos and sounds."""
 
     models = (
         Qwen3VLForConditionalGeneration,
@@ -50,7 +51,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
     async def process_mm_data_async(
         self, image_data: Sequence[object], *, input_text: Any, **others: Any
     ) -> MultimodalProcessorOutput:
-        """Returns the items that ``image_data`` names. Raises ValueError, which SGLang answers with status 400."""
+        """Returns the items that ``image_data`` names. SGLang converts a ValueError to status 400."""
         request = others["request_obj"]
         if not isinstance(input_text, list) or request.video_data or others.get("audio_data"):
             raise ValueError("images, videos and sounds come with input_ids, in image_data as digest:row.")
@@ -76,7 +77,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
 
 
 def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
-    """Yields one SGLang item for a sound, and one per step of a grid, because a tower attends within a step only."""
+    """Yields one SGLang item for a sound, and one item per step of a grid: a tower attends only within a step."""
     kind, grid = media.item.kind, torch.tensor([[1, *media.item.grid[1:]]])
     for step, span in enumerate(step_spans(media, towers)):
         if kind == "audio":
@@ -102,7 +103,7 @@ def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> I
 
 
 def _mapped(values: np.ndarray) -> torch.Tensor:
-    """Returns a tensor over the pages of the item's file, which the samples of a group share; nothing writes to it."""
+    """Returns a read-only tensor over the mapped file of an item. All samples of a group share the pages."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that the pages are read-only
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only pages
         return torch.from_numpy(values)

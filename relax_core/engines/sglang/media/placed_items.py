@@ -1,4 +1,4 @@
-"""Names the media items of a request to a server of the run, and finds them in the server's media folder."""
+"""Encodes the media items of a request to a server of the run as names, and finds the items in the media folder."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.towers import Towers
 
-MEDIA_FOLDER = "RELAX_MEDIA_FOLDER"  # the environment variable with the folder of the requests' media items
-VISION_FOLDER = "RELAX_VISION_FOLDER"  # the variable with the folder of a model with a vision tower
+MEDIA_FOLDER = "RELAX_MEDIA_FOLDER"  # environment variable: folder of the requests' media items
+VISION_FOLDER = "RELAX_VISION_FOLDER"  # environment variable: folder of a model with a vision tower
 
 
 def placed_name(media: Media) -> str:
-    """Returns the entry of SGLang's field image_data that names an item and its first row: "digest:row"."""
+    """Returns the entry of SGLang's field image_data for an item and its first row: "digest:row"."""
     return f"{media.item.digest}:{media.start}"
 
 
 def find_items(
     names: Sequence[object], token_ids: Sequence[int], *, towers: Towers, reader: FolderReader | None
 ) -> list[tuple[Media, Mapping[str, np.ndarray]]]:
-    """Returns the items that a request names, with their tensors (`relax_core.contracts.media.MediaItem`).
+    """Returns the media items of a request, with their tensors (`relax_core.contracts.media.MediaItem`).
 
-    Raises ValueError for an entry that is not a `placed_name`, an item that is not in the folder or was encoded for
-    another model, and for placeholder tokens without an item.
+    Raises ValueError for an invalid entry, for an item that is missing in the folder or was encoded for another model,
+    and for placeholder tokens without an item.
     """
     ids = np.array(token_ids, dtype=np.int64)
     blind = towers.feature_rows(ids)
@@ -60,9 +60,9 @@ def _parts(name: object) -> tuple[str, int]:
 
 
 def step_spans(media: Media, towers: Towers) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last row of each step of an item's grid, counted from the prompt's start.
+    """Yields the first and the last row of each step of an item's grid, as positions in the prompt.
 
-    An image and a sound are one step. The rows of a step have no other rows between them.
+    An image or a sound is one step. The rows of a step are contiguous.
     """
     rows = media.start + np.flatnonzero(towers.feature_rows(media.item.ids))
     for step in np.split(rows, max(1, media.item.grid[0])):

@@ -1,4 +1,4 @@
-"""Tests the engine's HTTP connections with slow, silent and many clients, over a small application."""
+"""Tests the engine's HTTP connections with slow, silent and many clients, on a small application."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from relax_core.engines.asgi_server import Connection, OpenConnections
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"
 TOKEN = b"authorization: token\r\n"
-MANY = 8 << 20  # bytes, far more than socket buffers hold
+MANY = 8 << 20  # bytes, far more than fit into socket buffers
 
 
 class Door:
     """Runs a server in a thread.
 
-    GET is answered at once. With the token, POST / waits for its body, /wait waits for `go`, and /much returns MANY
-    bytes.
+    The server answers GET at once. With the token, POST / waits for its body, /wait waits for `go`, and /much returns
+    MANY bytes.
     """
 
     def __init__(self, limit: int) -> None:
         self.connections = OpenConnections(limit)
-        self.disconnected: list[str] = []  # paths of requests whose client disconnected
+        self.disconnected: list[str] = []  # paths of requests with a disconnected client
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class Door:
 
 
 class Client:
-    """Holds one connection of a client."""
+    """Holds a client's connection."""
 
     def __init__(self, port: int, sent: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -113,7 +113,7 @@ class Client:
         self.socket.sendall(data)
 
     def answer(self) -> bytes:
-        """Returns at least one byte of the answer; empty if the server has closed the connection."""
+        """Returns at least one byte of the response, or no byte if the server has closed the connection."""
         try:
             return self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -128,7 +128,7 @@ class Client:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
-    """Starts a server with fast sweeps and few connections; its rules are those of the engine."""
+    """Starts a server with frequent sweeps and few connections. It has the same rules as the engine."""
     monkeypatch.setattr(asgi_server, "SWEEP_S", 0.02)
     monkeypatch.setattr(asgi_server, "KEPT_FREE", 2)
     opened: list[Door] = []
@@ -168,14 +168,14 @@ def test_a_head_that_never_ends_is_refused(door: Callable[..., Door], connect: C
     [
         b"GET / HTTP/1.1\r\nx: ",
         b"GET /",
-        b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",  # trailer after a body
+        b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",  # a trailer after the body
         b"POST / HTTP/1.1\r\n" + TOKEN + b"transfer-encoding: chunked\r\n\r\n5;x=",  # a chunk's extension
     ],
 )
 def test_a_head_that_grows_is_refused(start: bytes, door: Callable[..., Door], connect: Callable[..., Client]) -> None:
     client = connect(door(SWEEP_S=3600), start)
     found = b""
-    for _ in range(2000):  # 128 MB, unless the server ends it
+    for _ in range(2000):  # up to 128 MB, if the server does not end the connection
         client.send(b"x" * (64 << 10))
         client.socket.settimeout(0.001)
         with suppress(TimeoutError):
@@ -210,7 +210,7 @@ def test_a_time_without_sweeps_is_held_against_nobody(
 ) -> None:
     there = door(HEAD_SWEEPS=100)
     client = connect(there, b"GET / HTTP/1.1\r\n")
-    there.stall(4.0)  # twice the time limit of these sweeps
+    there.stall(4.0)  # twice the time limit of the sweeps
     client.send(b"\r\n")
     assert b" 200 " in client.answer()
 
@@ -254,7 +254,7 @@ def test_a_new_client_gets_the_place_of_the_quietest(door: Callable[..., Door], 
     for stranger in (known, *strangers[-2:]):
         stranger.send(GET)
         assert b" 200 " in stranger.answer()
-    strangers[-2].send(GET)  # now the older of the two is the more recently used
+    strangers[-2].send(GET)  # now the older connection of the two is the more recently used one
     strangers[-2].answer()
     connect(there, GET).answer()
     assert strangers[-1].answer() == b""

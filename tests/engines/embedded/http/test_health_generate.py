@@ -1,4 +1,4 @@
-"""Tests /health_generate on the engine's parts in this process."""
+"""Tests /health_generate with the engine's parts in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.engines.embedded.scheduler import Scheduler
 
 @pytest.fixture
 def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
-    """Returns the scheduler of an engine with weights, as after its start."""
+    """Returns the scheduler of an engine with weights, as after the engine's start."""
     (tmp_path / "token").write_text("token")
     threads = torch.get_num_threads()
     arguments = argparse.Namespace(
@@ -67,7 +67,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
         gate = hold(scheduler)
         asking = [asyncio.create_task(health(b"")) for _ in range(50)]
         await asyncio.sleep(0.05)
-        asking[0].cancel()  # a client that disconnects does not affect the others
+        asking[0].cancel()  # a client that disconnects does not affect other clients
         gate.set()
         assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
         assert await health(b"") == {"status": "ok"} and len(checks) == 1
@@ -81,7 +81,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
 def test_a_decode_thread_that_hangs_is_told_and_survives_it(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller has timed out by then. An answer without a caller once ended the thread, and with it the process."""
+    """The caller times out first. In an old version, a response without a caller ended the thread and the process."""
     monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
     monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 

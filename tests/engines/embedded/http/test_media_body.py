@@ -1,4 +1,4 @@
-"""Tests the images and videos of a request that are refused with status 400."""
+"""Tests images and videos in a request that the engine refuses with status 400."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
     ],
 )
 def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
-    """The file is whole, but the tower cannot process it: rows, grid and frames do not match."""
+    """The file is complete, but the tower cannot process it: rows, grid and frames do not match."""
     frames = np.zeros((1, 32, 32, 3), dtype=np.uint8)
     right = seen.image(2, 2, seed=77)
     wrong = msgspec.structs.replace(right, digest="f" * 32, **change)
@@ -91,7 +91,7 @@ def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, cha
 
 
 def test_the_seconds_of_a_video_move_positions_beyond_its_rows(tmp_path: Path) -> None:
-    """Qwen3-Omni's videos have no time stamps; no other kind of item moves positions by more than its rows."""
+    """Qwen3-Omni's videos have no time stamps. All other kinds of items move positions by at most their rows."""
     make_omni_model(tmp_path / "model")
     items, config = OmniItems(tmp_path / "model", tmp_path / "media"), read_model_config(tmp_path / "model")
     reader = RequestMedia(FolderReader(tmp_path / "media"), config)

@@ -1,4 +1,4 @@
-"""Compares the attention of decode steps, over slots of very different lengths, with the definition."""
+"""Compares the attention of decode steps with its definition, over slots of very different lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that both libraries compute the same products, also with weights that were replaced in place."""
+"""Tests that both matmul libraries compute the same products, also after weights were replaced in place."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def test_products_are_those_in_float64(rows: int, dtype: torch.dtype, tolerance:
         scale = float(exact.abs().max())
         assert float((found.double() - exact).abs().max()) <= tolerance * scale
         assert float((added.double() - exact - addend.double()).abs().max()) <= tolerance * scale
-        weight.normal_()  # as in a weight update
+        weight.normal_()  # replaces the weights in place, like a weight update

@@ -1,4 +1,4 @@
-"""Compares prompts with images and videos with transformers: chunked prefill, slots that move, cached features."""
+"""Compares the engine with transformers on image and video prompts: chunked prefill, moving slots, cached features."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BANNED = tuple(token_ids(vision=True)[token] for token in VISION_TOKENS)
 
 
 class Seer:
-    """Holds a multimodal model in this process, and transformers' model of the same weights."""
+    """Holds a multimodal model in this process, and transformers' model with the same weights."""
 
     def __init__(self, folder: Path, name: str, *, layers: int | None = None) -> None:
         self.reference = make_tiny_vision_model(folder / "model", name=name, layers=layers)
@@ -88,7 +88,7 @@ def scene(seen: Seen) -> list[tuple[list[int], list[Media]]]:
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_a_prefill_in_pieces_gives_the_same(seer: Seer, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Chunks end inside of items, and some contain no row of an item."""
+    """Chunks end inside items, and some chunks contain no row of an item."""
     prompts = scene(seer.seen)
     whole = seer.scores(*prompts)
     torch.testing.assert_close(whole, seer.expected(*prompts), atol=TOLERANCE, rtol=0)
@@ -97,19 +97,19 @@ def test_a_prefill_in_pieces_gives_the_same(seer: Seer, monkeypatch: pytest.Monk
 
 
 def test_text_keeps_its_bits_beside_a_picture(seer: Seer) -> None:
-    """The text has the same neighbour in both passes: once with its image, once as text only."""
+    """The text prompt shares both passes with the same other prompt: first with its image, then as text only."""
     picture = seer.seen.prompt(text(3), seer.seen.image(3, 3, seed=5), text(4))
     words = (text(len(picture[0])), [])
     beside = seer.scores(words, picture)[: len(words[0]) - 1]
     alone = seer.scores(words, (picture[0], []))[: len(words[0]) - 1]
     if seer.config.experts is None:
         assert torch.equal(beside, alone)
-    else:  # an expert's product is rounded differently for another total number of tokens
+    else:  # the total number of tokens affects the rounding of an expert's product
         torch.testing.assert_close(beside, alone, atol=TOLERANCE, rtol=0)
 
 
 def test_deepstack_rows_may_reach_the_last_layer(tmp_path: Path) -> None:
-    """The last layer is then computed for all tokens, although few are requested."""
+    """The engine then computes the last layer for all tokens, although few tokens are requested."""
     deep = Seer(tmp_path, DENSE, layers=2)
     assert deep.config.vision is not None and deep.config.vision.deepstack_layers == deep.config.num_layers == 2
     prompts = scene(deep.seen)
@@ -128,7 +128,7 @@ def prefix(decoder: Decoder, prompt: tuple[list[int], list[Media]], *, new: int,
 
 @torch.inference_mode()
 def test_samples_decode_as_transformers_does_while_others_come_and_go(seer: Seer) -> None:
-    """Slots move when samples end, and the rotary positions of a sample move with it."""
+    """Slots move when samples end, and the rotary positions move with their samples."""
     rng = random.Random(5)
     decoder = seer.decoder(max_samples=6)
     prompts = [*scene(seer.seen), *scene(seer.seen)]
@@ -160,7 +160,7 @@ def test_samples_decode_as_transformers_does_while_others_come_and_go(seer: Seer
 
 @torch.inference_mode()
 def test_positions_with_fractions_are_those_of_whole_ones_between_them(seer: Seer) -> None:
-    """Checks a media item that moves positions by half a step: decoding then computes angles that the table lacks."""
+    """A media item moves positions by half a step. Decoding then computes angles that the rotary table lacks."""
     decoder = seer.decoder()
     prompt = scene(seer.seen)[0]
     first = prefix(decoder, prompt, new=4, seed=1)
@@ -191,7 +191,7 @@ def test_features_are_kept_within_their_bytes(seer: Seer) -> None:
     for image in (*images[:2], *images[:2]):
         of_item(features, image)
     assert (features.passes, features.nbytes) == (2, 2 * size)
-    of_item(features, images[2])  # the first is dropped
+    of_item(features, images[2])  # the first item's features are dropped
     of_item(features, images[1])
     assert features.passes == 3
     of_item(features, images[0])
@@ -210,7 +210,7 @@ def test_features_are_kept_within_their_bytes(seer: Seer) -> None:
 
 @torch.inference_mode()
 def test_items_that_are_asked_for_together_pass_the_tower_together(seer: Seer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The features have the bits of an item that passes alone, and do not keep other items' features alive."""
+    """An item gets the same features as in a separate pass, and its features do not keep other features alive."""
     seen = seer.seen
     items = [seen.image(3, 5, seed=7), seen.image(3, 5, seed=8), seen.video(2, 2, 2, seed=9), seen.image(6, 6, seed=10)]
     assert seer.weights.vision is not None
@@ -287,7 +287,7 @@ print([name for name in ("transformers", "PIL", "av", "relax_core.families.tower
 
 @torch.inference_mode()
 def test_bfloat16_is_no_further_off_than_that_of_transformers(seer: Seer) -> None:
-    """The reference is float32 with the same weights rounded to bfloat16; rotary frequencies are not rounded."""
+    """The reference is float32 with the same weights rounded to bfloat16. Rotary frequencies are not rounded."""
     reference = copy.deepcopy(seer.reference)
     for parameter in reference.parameters():
         parameter.data = parameter.data.bfloat16()

@@ -35,10 +35,10 @@ Prompt = tuple[list[int], list[Media]]
 
 
 class Thinker:
-    """Holds the model in this process, and transformers' thinker of the same weights."""
+    """Holds the model in this process, and transformers' thinker with the same weights."""
 
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
-        """Loads a published folder; with ``alone``, transformers' folder of a thinker with the plug-in family."""
+        """Loads a published folder. With ``alone`` loads transformers' folder of a thinker, with the plug-in family."""
         self.reference = make_omni_model(folder / "model").eval()
         self.items = OmniItems(folder / "model", folder / "media")
         self.reader = FolderReader(folder / "media")
@@ -83,7 +83,7 @@ class Thinker:
         return torch.cat([table.gather(-1, ids)[:, 0] for table, ids in zip(tables, wanted, strict=True)])
 
     def scene(self) -> list[Prompt]:
-        """Returns prompts of all kinds: a video with audio, a clip of 0.1 s next to a longer clip, and text alone."""
+        """Returns prompts of all kinds: a video with audio, a clip of 0.1 s and a longer clip, and only text."""
         items = self.items
         image, video, clips = items.image(4, 6), items.video(3, 4, 4), [items.clip(730), items.clip(10)]
         return [
@@ -123,7 +123,7 @@ def test_prefill_in_pieces_is_that_of_transformers(
 
 
 def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) -> list[float]:
-    """Decodes a sample of each prompt; returns the rotary position after each prompt, minus its number of tokens."""
+    """Decodes a sample of each prompt. Returns the rotary position after each prompt, minus the prompt's tokens."""
     decoder = thinker.decoder()
     settings = SamplingSettings(
         max_new_tokens=DECODED, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=BANNED
@@ -157,7 +157,7 @@ def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path:
 @torch.inference_mode()
 @pytest.mark.parametrize("seconds", [10.0, 10.03])
 def test_seconds_may_move_positions_far_beyond_the_rows(thinker: Thinker, seconds: float) -> None:
-    """The positions exceed the context length, as whole numbers and as fractions."""
+    """The positions exceed the context length, both as whole numbers and as fractions."""
     long = prompt(3, thinker.items.video(8, 4, 4, seconds=seconds), 5)
     [beyond] = assert_decoded_as_transformers(thinker, [long])
     assert beyond > CONTEXT and bool(beyond % 1) == (seconds == 10.03)
@@ -186,7 +186,7 @@ def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) 
 
 
 def test_another_clip_and_two_clips_swapped_change_what_follows(thinker: Thinker) -> None:
-    """The clips have equal lengths, so the tokens of all prompts are the same."""
+    """The clips have equal lengths, so all prompts have the same tokens."""
     left, right, third = (thinker.items.clip(250) for _ in range(3))
     prompts = [prompt(3, *both, 5) for both in ((left, right), (right, left), (left, third))]
     assert prompts[0][0] == prompts[1][0] == prompts[2][0]

@@ -1,4 +1,4 @@
-"""Compares models with gated delta nets with transformers: chunked prefill, padding, slots that move, retraction."""
+"""Compares the engine with transformers on gated delta nets: chunked prefill, padding, moving slots, retraction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HYBRID, HYBRID_EXPERTS = "tiny_qwen3_5", "tiny_qwen3_5_moe"
 
 
 class Hybrid:
-    """Holds a model in this process, and transformers' model of the same weights."""
+    """Holds a model in this process, and transformers' model with the same weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.reference = make_tiny_vision_model(folder / "model", name=name)
@@ -60,7 +60,7 @@ class Hybrid:
             return torch.cat([torch.tensor(scores.logprobs) for scores in self.decoder().score(items)])
 
     def answer(self, ids: list[int], answer: list[int], media: Sequence[Media] = ()) -> torch.Tensor:
-        """Returns transformers' log-probs of an answer among the tokens that are not banned."""
+        """Returns transformers' log-probs of an answer, without the probabilities of banned tokens."""
         logits = self.seen.logits(self.reference, [*ids, *answer], media).logits[0, len(ids) - 1 : -1]
         logits[:, list(BANNED)] = -torch.inf
         return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
@@ -87,7 +87,7 @@ def prompts_of(seen: Seen) -> list[Any]:
 def test_a_prefill_in_pieces_is_that_of_transformers(
     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    """Sequences of very different lengths share a batch, so most rows of its last chunks are padding."""
+    """Sequences of very different lengths share a batch, so most rows of the last chunks are padding."""
     prompts = prompts_of(hybrid.seen) if tokens != 1 else [(text(40), []), (text(3), [])]
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", tokens * len(prompts))
     torch.testing.assert_close(hybrid.scores(prompts), hybrid.expected(prompts), atol=TOLERANCE, rtol=0)
@@ -102,7 +102,7 @@ def prefix(ids: list[int], *, samples: int, seed: int, new: int, media: Any = No
 
 
 def decoded(decoder: Decoder, prefixes: list[Prefix]) -> dict[int, tuple[list[int], list[float]]]:
-    """Decodes samples to their ends; returns ids and log-probs by the samples' order of admission."""
+    """Decodes samples to their ends. Returns ids and log-probs in the samples' order of admission."""
     found: dict[int, tuple[list[int], list[float]]] = {}
     with torch.inference_mode():
         finished = decoder.admit(prefixes)
@@ -119,7 +119,7 @@ def decoded(decoder: Decoder, prefixes: list[Prefix]) -> dict[int, tuple[list[in
 
 
 def test_eight_samples_that_end_at_different_times(hybrid: Hybrid) -> None:
-    """Two prompts share a batch with padding, and states move whenever a sample in a lower slot ends."""
+    """Two prompts share a batch with padding. States move when a sample in a lower slot ends."""
     long, short = text(75, seed=1), text(6, seed=2)
     lengths = [64, 3, 17, 40]
     prefixes = [prefix(ids, samples=1, seed=7 + new, new=new) for ids in (long, short) for new in lengths]

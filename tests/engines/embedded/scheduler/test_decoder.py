@@ -1,4 +1,4 @@
-"""Tests slots and their cache under arrivals, departures and growth: each sample decodes as if it were alone."""
+"""Tests slots and their cache while samples arrive, end and grow: each sample decodes as if it were alone."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def alone(model: LanguageModel, asked: Prefix) -> tuple[list[int], list[float]]:
     return single.slots.output(0)
 
 
-# Rounding differs by about 1e-6 between batch sizes and between CPUs. With these seeds, all random numbers are at least
-# 1.5e-5 from the boundary to another token.
+# Rounding differs by about 1e-6 between batch sizes and between CPUs. With these seeds, no random number is within
+# 1.5e-5 of the boundary to another token.
 @pytest.mark.parametrize("seed", [13, 21, 23, 28])
 def test_arrivals_departures_and_growth(model: LanguageModel, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Tests the cache of prefixes of finished responses: its hits, its misses, and the log-probs of later turns."""
+"""Tests the cache of prefixes of finished responses: hits, misses, and the log-probs of later turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kept(token_ids: list[int], media: tuple[Media, ...] = ()) -> KeptPrefix:
 
 
 def found(store: PrefixStore, token_ids: list[int], media: tuple[Media, ...] = ()) -> int:
-    """Returns how many tokens of a prompt the store serves."""
+    """Returns the number of a prompt's tokens that the store serves."""
     kept_prefix = store.find(token_ids, media)
     return 0 if kept_prefix is None else kept_prefix.tokens
 
@@ -57,9 +57,9 @@ def test_the_least_recently_used_is_dropped_and_a_longer_one_replaces_its_beginn
     a, b, c = (random_prompt(100, seed=seed) for seed in (1, 2, 3))
     for ids in (a, b):
         store.keep(kept(ids))
-    store.keep(kept([*b, *c[:50]]))  # 250 tokens, with b as their beginning
+    store.keep(kept([*b, *c[:50]]))  # 250 tokens that begin with b
     assert store.nbytes == 250 * 2 * 4 * 4
-    assert found(store, [*a, 0]) == 100  # most recently used
+    assert found(store, [*a, 0]) == 100  # now a is the most recently used entry
     store.keep(kept(c))
     assert (found(store, [*b, 0]), found(store, [*a, 0]), found(store, [*c, 0])) == (0, 100, 100)
     assert store.covers(a, ()) and store.covers(a[:80], ()) and not store.covers([*a, 1], ())
@@ -94,7 +94,7 @@ def test_another_image_of_the_same_ids_ends_the_common_prefix() -> None:
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 class Played:
-    """Runs a scheduler over a model in this process, and plays episodes of several turns with it."""
+    """Runs a scheduler with a model in this process, and plays episodes of several turns."""
 
     def __init__(self, folder: Path, *, keeps: int = 16384) -> None:
         config = read_model_config(folder)
@@ -119,7 +119,7 @@ class Played:
         self.scheduler.replace_weights(lambda: self.load(folder), version)
 
     def ask(self, prompts: list[list[int]], *, new: int, seed: int = 0) -> list[Progress]:
-        """Submits prompts; their responses are in the list that is returned once `work` has run."""
+        """Submits prompts. Returns a list, to which `work` adds the responses."""
         ended: list[Progress] = []
         call = Call(n=1)
         settings = SamplingSettings(
@@ -149,7 +149,7 @@ class Played:
         return sorted(ended, key=lambda progress: progress.sample.prompt.index)
 
     def gap(self, progress: Progress) -> float:
-        """Returns the largest log-prob difference from one whole prefill under the current weights."""
+        """Returns the largest log-prob difference to a complete prefill under the current weights."""
         prompt = progress.sample.prompt.token_ids
         item = ScoreItem(token_ids=prompt + progress.ids, start=len(prompt) - 1, top_k=1, temperature=1.0)
         with torch.inference_mode():
@@ -170,7 +170,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns(played: Played, *, count: int = 3) -> Iterator[list[Progress]]:
-    """Plays four episodes with one opening and observations of different lengths, next to a new prompt in each turn."""
+    """Plays four episodes with the same prompt and observations of different lengths. Each turn adds a new prompt."""
     prompts = [random_prompt(70) for _ in range(4)]
     for turn in range(count):
         asked = [*prompts, random_prompt(90, seed=50 + turn)]
@@ -197,9 +197,9 @@ def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_s
             assert with_it.gap(progress) <= GAP
         cached = [progress.sample.prompt.cached_tokens for progress in ours]
         lengths = [len(progress.sample.prompt.token_ids) for progress in ours]
-        if number == 0:  # the four share one computation of their opening
+        if number == 0:  # the four episodes share one computation of the prompt
             assert cached == [0, 70, 70, 70, 0]
-        else:  # all but the last token of the answer, which was never computed, and the observation
+        else:  # without the observation and the answer's last token, which is never computed
             assert cached == [length - (6 + 8 * index) for index, length in enumerate(lengths[:4])] + [0]
         assert [progress.sample.prompt.cached_tokens for progress in theirs] == [0] * 5
     load = with_it.scheduler.load()
@@ -208,7 +208,7 @@ def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_s
 
 
 def changed(folder: Path, into: Path) -> Path:
-    """Copies a model's folder and changes the weights."""
+    """Copies a model's folder and changes the copy's weights."""
     shutil.copytree(folder, into)
     torch.manual_seed(0)
     for file in into.glob("*.safetensors"):
@@ -220,7 +220,7 @@ def changed(folder: Path, into: Path) -> Path:
 
 
 def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: Path) -> None:
-    """The second half shows that the comparison detects a store that serves old entries."""
+    """The second half of the test shows that the comparison detects a store that serves old entries."""
     newer = changed(folder, tmp_path / "newer")
     played = Played(folder)
     prompt, running = random_prompt(70), random_prompt(80, seed=1)
@@ -232,11 +232,11 @@ def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: P
     played.work()
     for before in (answer, ended[0]):
         (after,) = played.answers([before.sample.prompt.token_ids + before.ids + random_prompt(6, seed=2)], new=9)
-        states_again = before is ended[0] and played.decoder.states is not None  # prefilled again under version 1
+        states_again = before is ended[0] and played.decoder.states is not None  # version 1 prefilled again
         assert (after.sample.prompt.cached_tokens > 0) == states_again
         assert played.gap(after) <= GAP
     if played.decoder.states is not None:
-        return  # with recurrent states, no state of older weights can be served
+        return  # with recurrent states, states of older weights are never served
     (before,) = played.answers([prompt], new=9, seed=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forget", lambda self: None)
@@ -254,7 +254,7 @@ def test_a_running_episodes_turn_goes_before_new_prompts(folder: Path) -> None:
     new = played.ask([random_prompt(20, seed=seed) for seed in range(40, 56)], new=30)
     played.work(1)
     turn = played.ask([prompt + answer.ids + [5] * 4], new=30)
-    played.work(8)  # the first sixteen have ended
+    played.work(8)  # the first sixteen samples have ended
     assert len(filling) == 16 and not new and not turn
     load = played.scheduler.load()
     assert (load.running, load.queued) == (16, 1)

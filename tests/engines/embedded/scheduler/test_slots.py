@@ -1,4 +1,4 @@
-"""Tests that batched preparation and writing of steps gives the results of single steps."""
+"""Tests that preparing and writing steps in batches gives the same results as single steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefix(seed: int, *, new: int, done: int = 0) -> Prefix:
 
 
 def table(*prefixes: Prefix) -> SlotTable:
-    """Returns a table of these samples, each with the first token 20."""
+    """Returns a table of these samples. Each sample has the first token 20."""
     found = SlotTable(4, vocab_size=VOCAB)
     found.add(prefixes)
     count = len(prefixes)
@@ -37,7 +37,7 @@ def table(*prefixes: Prefix) -> SlotTable:
 
 
 def step(slots: SlotTable, *tokens: int) -> list[int]:
-    """Records one step as the decoder does; returns the slots that it finishes."""
+    """Records one step like the decoder. Returns the slots that finish in this step."""
     if not slots.ahead:
         slots.look_ahead()
     slots.draw()
@@ -66,7 +66,7 @@ def test_output_and_length_are_whole_at_any_step(steps: int) -> None:
     assert ids == [10, 11, 12, 20, *(31 + number % 9 for number in range(steps))]
     assert logprobs == pytest.approx([-0.5] * 3 + [-1.0] + [-(31 + number % 9) / 100 for number in range(steps)])
     assert slots.output(0, steps)[0] == [21 + (steps - 1) % 9]
-    assert step(slots, 22, 33) == []  # reading changes nothing
+    assert step(slots, 22, 33) == []  # reading has no effect
     assert slots.output(1, steps + 4)[0] == [33]
 
 

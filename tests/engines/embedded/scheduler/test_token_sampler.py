@@ -1,4 +1,4 @@
-"""Tests the sampler's distribution and determinism, and compares its truncation with transformers."""
+"""Tests the sampler's distribution and determinism. Compares its truncation with transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sampling(**changes: object) -> SamplingSettings:
 
 
 def splitmix64(state: int) -> int:
-    """Computes the splitmix64 finaliser in plain integers, as in Steele, Lea and Flood's Java code."""
+    """Computes the splitmix64 finaliser in plain integers, like Steele, Lea and Flood's Java code."""
     mask = (1 << 64) - 1
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
@@ -84,7 +84,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_truncation_and_logprobs_are_those_of_transformers(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
-    """The kept sets equal those of transformers' warpers."""
+    """The kept sets equal the kept sets of transformers' warpers."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3.0 * torch.randn(16, VOCAB, generator=generator)
     expected = logits / temperature
@@ -173,7 +173,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"min_p": 0.5}])
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
 def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str, truncation: dict[str, float]) -> None:
-    """Overflowed weights may give any of these values in a whole row of logits."""
+    """Overflowed weights may give any of these values in a complete row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
     plan = sampling_plan([sampling(**truncation, reports_kept=True)] * 3, vocab_size=6)

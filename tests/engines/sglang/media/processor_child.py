@@ -1,4 +1,4 @@
-"""Compares items with Hugging Face's processor; the test runs it in SGLang's environment, which has torchvision.
+"""Compares items with Hugging Face's processor. The test runs this program in SGLang's environment with torchvision.
 
     python processor_child.py ROOT FOLDER
 
@@ -32,7 +32,7 @@ def main(root: str, folder: Path) -> None:
 
 
 def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the differences for a prompt with the items of a case and text around them."""
+    """Returns the differences for a prompt with the items of a case, and text around the items."""
     import numpy as np
     import torch
 

@@ -53,7 +53,7 @@ def film(frames: int, fps: float, height: int, width: int, *, seed: int) -> byte
 
 
 def test_patches_ids_and_positions_are_the_processors(tmp_path: Path) -> None:
-    """Encodes real files as a run does; every size alone, then prompts of several images and videos."""
+    """Encodes real files like a run: first every size separately, then prompts of several images and videos."""
     model, media = tmp_path / "model", tmp_path / "media"
     model.mkdir()
     media.mkdir()

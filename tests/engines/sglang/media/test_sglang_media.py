@@ -1,4 +1,4 @@
-"""Tests SGLang's real server with images and videos against transformers, over tiny random models."""
+"""Compares SGLang's real server with transformers on images and videos, with tiny random models."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Served:
     def publish(
         self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False, frozen: str = "-"
     ) -> None:
-        """Publishes the next version; weights whose names contain ``frozen`` go to a separate file."""
+        """Publishes the next version. Weights with ``frozen`` in their name go to a separate file."""
         self.version += 1
         path = folder / f"v{self.version}"
         path.mkdir(parents=True)
@@ -88,13 +88,13 @@ class Served:
         return encoded(frames, self.tower, self.media, is_video=is_video)
 
     def shown(self, item: MediaItem, *, around: Sequence[int] = (5, 6)) -> list[list[int] | MediaItem]:
-        """Returns the parts of a prompt with an image; a video includes its own marks."""
+        """Returns the parts of a prompt with an item. A video already includes its marks."""
         if item.kind == "video":
             return [list(around), item]
         return [[*around, self.tower.vision_start_token_id], item, [self.tower.vision_end_token_id]]
 
     def gap(self, request: PromptRequest, frames: list[np.ndarray], params: SamplingParams = PARAMS) -> float:
-        """Returns the largest log-prob difference to transformers; checks that both counted equally many tokens."""
+        """Returns the largest log-prob difference to transformers. Checks that both count the same number of tokens."""
         worst = 0.0
         for response in self.generate([request], params):
             assert response.prompt_tokens == len(request.input_ids) - request.generated
@@ -104,7 +104,7 @@ class Served:
 
 
 def serve(sglang_launch: EngineLaunch, started: Started, folder: Path, *, name: str) -> Served:
-    """Starts a server of a tiny model; the prefill of the test prompts takes several chunks."""
+    """Starts a server with a tiny model. The prefill of the test prompts takes several chunks."""
     model_folder, media = folder / "model", folder / "media"
     model_folder.mkdir()
     media.mkdir()
@@ -141,7 +141,7 @@ def mixed_prompt(served: Served, seed: int = 0) -> tuple[PromptRequest, list[np.
 
 
 def test_logprobs_and_prompt_counts_are_those_of_transformers(served: Served) -> None:
-    """Text alone; one image; a video; all in one prompt; the rest of an answer that began in an earlier request."""
+    """Tests text, an image, a video, all in one prompt, and the continuation of a response of an earlier request."""
     image, video = frames_of(1, 32, 48, seed=3), frames_of(4, 32, 32, seed=4)
     assert served.gap(prompt([5, 6, 7, 8]), []) <= REACH
     assert served.gap(prompt(*served.shown(served.item(image)), [9]), [image]) <= REACH
@@ -161,7 +161,7 @@ def replace_n(n: int) -> SamplingParams:
 
 
 def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
-    """Another image and two exchanged images give other scores."""
+    """A different image changes the scores, and so do two exchanged images."""
     first, second = (served.item(frames_of(1, 32, 48, seed=seed)) for seed in (10, 11))
     rest = [7, 8, 9, 10]
     prompts = [
@@ -219,7 +219,7 @@ def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
 
 
 def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) -> None:
-    """Changes only the tower: the scores of image prompts change, and those of text prompts keep their bits."""
+    """Changes only the tower: the scores of image prompts change, and the scores of text prompts keep their bits."""
     image = frames_of(1, 32, 48, seed=20)
     pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([11, 12, 13], rid="text")
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -242,7 +242,7 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
 
 @pytest.mark.parametrize("by_disk", [False, True])
 def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path, by_disk: bool) -> None:
-    """SGLang skips unknown names; the version is refused by the parameters that got no weights."""
+    """SGLang skips unknown names. The version is refused because some parameters received no weights."""
     weights = published_weights(served.model)
     renamed = [(name.replace(".visual.", ".vision.") if name == LEFT_OUT else name, tensor) for name, tensor in weights]
     with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight; it serves"):
@@ -268,7 +268,7 @@ def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | No
     item = served.item(frames_of(1, 32, 48, seed=40))
     request = prompt(*served.shown(item), [7])
     names = [entry.format(missing="0" * 32, there=item.digest)] if entry is not None else []
-    other_item = served.item(frames_of(1, 32, 32, seed=41))  # another image is at another place after this one
+    other_item = served.item(frames_of(1, 32, 32, seed=41))  # then the other image gets another position
     more = prompt(*served.shown(other_item), [7])
     body = {
         "input_ids": [request.input_ids, more.input_ids],
@@ -296,7 +296,7 @@ def post(served: Served, body: dict[str, Any]) -> tuple[int, str]:
 
 
 def test_experts_see_too(sglang_launch: EngineLaunch, started: Started, tmp_path: Path) -> None:
-    """Compares at the start, and after weights in the published layout of fused, transposed experts."""
+    """Compares at the start, and after an update in the published layout of fused, transposed experts."""
     served = serve(sglang_launch, started, tmp_path, name=EXPERTS)
     try:
         request, frames = mixed_prompt(served)
@@ -311,9 +311,9 @@ def test_experts_see_too(sglang_launch: EngineLaunch, started: Started, tmp_path
 def test_a_server_of_somebody_elses_gets_images_and_no_video(
     sglang_launch: EngineLaunch, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses SGLang's own processor of Qwen3-VL; weights are loaded from disk, and its feature cache survives updates.
+    """Uses SGLang's processor of Qwen3-VL. Weights are loaded from disk, and SGLang's feature cache survives updates.
 
-    The first version that it gets shows whether it loads all parameters.
+    The first version that the server receives shows whether it loads all parameters.
     """
     monkeypatch.setattr("relax_core.engines.sglang.sglang_spec.MEDIA_PACKAGE", "")
     served = serve(sglang_launch, started, tmp_path, name=DENSE)

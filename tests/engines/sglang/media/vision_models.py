@@ -1,4 +1,4 @@
-"""Makes tiny random vision models, and items as the encoder writes them, for the tests of SGLang with media."""
+"""Makes tiny random vision models, and items in the encoder's format, for the tests of SGLang with media."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FPS = 2.0
 
 
 def make_vision_model(folder: Path | None, *, name: str, seed: int) -> Any:
-    """Makes a random builtin model whose distributions are far from uniform, and writes it if a folder is given."""
+    """Makes a random builtin model with distributions far from uniform. Writes the model if a folder is given."""
     import transformers
 
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def make_vision_model(folder: Path | None, *, name: str, seed: int) -> Any:
 
 
 def published_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the weights with the names and the layout of the published model."""
+    """Returns the weights with names and layout of the published model."""
     tied = model.config.tie_word_embeddings
     return [
         (name, (weight.transpose(1, 2) if ".mlp.experts." in name else weight).contiguous())
@@ -61,7 +61,7 @@ def frames_of(*shape: int, seed: int) -> np.ndarray:
 
 
 def encoded(frames: np.ndarray, tower: VisionTower, folder: Path, *, is_video: bool = False) -> MediaItem:
-    """Writes frames as an item of the folder."""
+    """Writes frames as a media item into the folder."""
     if not is_video:
         return item_of(tower, frames, folder=folder)
     tokenizer = build_tokenizer(vision=True)
@@ -71,7 +71,7 @@ def encoded(frames: np.ndarray, tower: VisionTower, folder: Path, *, is_video: b
 
 
 def prompt(*parts: list[int] | MediaItem, rid: str = "p", seed: int = 1) -> PromptRequest:
-    """Returns a prompt of text ids and items; the caller's ids include an image's two marks."""
+    """Returns a prompt of text ids and items. The caller's ids include the two marks of an image."""
     ids: list[int] = []
     media: list[Media] = []
     for part in parts:
@@ -86,7 +86,7 @@ def prompt(*parts: list[int] | MediaItem, rid: str = "p", seed: int = 1) -> Prom
 def reference_logprobs(
     model: Any, tower: VisionTower, request: PromptRequest, frames: list[np.ndarray], output_ids: list[int]
 ) -> torch.Tensor:
-    """Returns transformers' log-probs of generated tokens, ``[tokens]``; ``frames`` are those of the items in order."""
+    """Returns transformers' log-probs of generated tokens, ``[tokens]``. ``frames``: the items' frames in order."""
     ids = torch.tensor([request.input_ids + output_ids])
     positions = torch.from_numpy(rotary_of_sequence(ids.shape[1], request.media)[0])[:, None]
     inputs: dict[str, Any] = {}

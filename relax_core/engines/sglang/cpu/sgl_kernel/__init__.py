@@ -1,7 +1,7 @@
-"""Implements, in pure torch, the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
+"""Implements two kernels of sgl_kernel's CPU build in torch: the kernels that a dense or MoE Qwen3 needs.
 
-The real package has no wheel for CPUs without AMX. Every other kernel raises NotImplementedError with its name, so that
-nothing is silently wrong. All code is in ``__init__.py``, because SGLang imports the package under this name.
+The original package has no wheel for CPUs without AMX. All other kernels raise NotImplementedError with the kernel's
+name, to avoid silent errors. All code is in ``__init__.py``, because SGLang imports the package by this name.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__version__ = "0.4.10"  # the version that this SGLang requires
+__version__ = "0.4.10"  # the version of sgl_kernel that this SGLang requires
 _UINT32 = 0xFFFFFFFF
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-# SGLang's own processor of Qwen3-VL imports the model of Qwen3.5, which looks these operators up; a call raises
-# NotImplementedError with the name.
+# SGLang's processor of Qwen3-VL imports the model of Qwen3.5, which looks up these operators. A call raises
+# NotImplementedError with the operator's name.
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -35,7 +35,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Writes each request's cache indices to ``req_to_token[request]``; ``out_cache_loc`` holds them in sequence."""
+    """Writes the cache indices of each request, in sequence in ``out_cache_loc``, to ``req_to_token[request]``."""
     taken = 0
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         length = end - start
@@ -56,8 +56,8 @@ def _mixed(hashed: Tensor, block: Tensor) -> Tensor:
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """Returns MurmurHash3 x86 32 (Appleby) of 16 bytes: seed (two words), position, vocabulary entry.
 
-    ``seed`` and ``positions`` are [samples], ``col_indices`` is [vocabulary entries]; the result is uint32 [samples,
-    vocabulary entries]. SGLang draws a sample's tokens with these numbers.
+    ``seed`` and ``positions`` are [samples]. ``col_indices`` is [vocabulary entries]. The result is uint32 [samples,
+    vocabulary entries]. SGLang samples tokens with these numbers.
     """
     seed, positions, columns = (tensor.to(torch.int64) for tensor in (seed, positions, col_indices))
     hashed = _mixed(torch.zeros_like(seed), seed & _UINT32)
@@ -77,6 +77,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def missing(*arguments: object, **keywords: object) -> None:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU (relax_core/engines/sglang/cpu)")
+        raise NotImplementedError(f"sgl_kernel.{name} is not implemented on a CPU (relax_core/engines/sglang/cpu)")
 
     return missing
