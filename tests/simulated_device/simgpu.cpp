@@ -11,6 +11,8 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -20,9 +22,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -189,6 +193,32 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   host_reads = reads;  // a GPU computes without these copies
 }
 
+// torch asks each further backend for its own convolutions.
+using Sizes = c10::SymIntArrayRef;
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+                       c10::SymInt groups) {
+  for (const auto& tensor : {input, weight, bias.value_or(at::Tensor())}) check_device("aten::convolution", tensor);
+  std::optional<at::Tensor> host_bias;
+  if (bias && bias->defined()) host_bias = on_host(*bias);
+  return at::convolution_symint(on_host(input), on_host(weight), host_bias, stride, padding, dilation, transposed,
+                                output_padding, std::move(groups))
+      .to(kDevice);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, Sizes stride, Sizes padding,
+    Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
+  for (const auto& tensor : {gradient, input, weight}) check_device("aten::convolution_backward", tensor);
+  const c10::SymInt channels = gradient.sym_size(1);
+  auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
+      on_host(gradient), on_host(input), on_host(weight), Sizes(channels), stride, padding, dilation, transposed,
+      output_padding, std::move(groups), mask);
+  const auto moved = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.to(kDevice) : tensor; };
+  return {moved(of_input), moved(of_weight), moved(of_bias)};
+}
+
 // -- Collectives -----------------------------------------------------------------------------------------------------
 struct Copies {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // on the device, on the host
@@ -269,6 +299,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("resize_", resize);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {

@@ -20,13 +20,22 @@ from relax_core.train.device import SIMULATED, VARIABLE
 SOURCE = Path(__file__).with_name("simgpu.cpp")
 
 
+class SimulatedStream:
+    """Is the device's only stream, on which everything is done when it is called."""
+
+    def wait_stream(self, stream: SimulatedStream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class SimulatedModule:
-    """Is ``torch.simgpu``: what torch expects of a device's module. There is one device, without streams."""
+    """Is ``torch.simgpu``: what torch expects of a device's module. There is one device, with one stream."""
 
     def __init__(self, extension: Any) -> None:
         self.memory_allocated = extension.memory_allocated
         self.max_memory_allocated = extension.max_memory_allocated
         self.reset_peak_memory_stats = extension.reset_peak_memory_stats
+        self._stream = SimulatedStream()
         self.host_reads = extension.host_reads  # copies to the host and scalars read, since the process began
 
     def is_available(self) -> bool:
@@ -50,6 +59,13 @@ class SimulatedModule:
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
+        yield
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return self._stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
         yield
 
     def manual_seed_all(self, seed: int) -> None: ...

@@ -94,3 +94,15 @@ def test_adamw(simgpu: SimulatedModule, fused: bool) -> None:
             optimizer.step()
         made.append(parameter.detach().cpu())
     torch.testing.assert_close(made[1], made[0])
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_convolutions(simgpu: SimulatedModule, dimensions: int) -> None:
+    layer = getattr(torch.nn, f"Conv{dimensions}d")(3, 5, 2, stride=2)
+    x = torch.randn(2, 3, *[6] * dimensions, generator=torch.Generator().manual_seed(0))
+    expected = layer(x)
+    wanted = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    found = layer.to(SIMULATED)(x.to(SIMULATED))
+    gradients = torch.autograd.grad(found.square().sum(), list(layer.parameters()))
+    for mine, right in zip((found, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(mine.cpu(), right)
