@@ -24,6 +24,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -266,6 +267,13 @@ struct Copies {
   }
 };
 
+// gloo's work of a message that has arrived would wait for another message.
+struct Arrived final : c10d::Work {
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
 void communicate_over_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::NoGradGuard no_grad;
   Copies copies;
@@ -280,6 +288,10 @@ void communicate_over_host(const c10::OperatorHandle& op, torch::jit::Stack* sta
     copies.write_back();
   }
   for (auto result = results; result != stack->end(); ++result) *result = copies.to_device(*result);
+  if (op.schema().name() == "c10d::recv_") {
+    stack->pop_back();
+    stack->emplace_back(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<Arrived>()));
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>()); }
@@ -308,7 +320,7 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {
        {"allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
         "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
         "reduce_scatter_tensor_coalesced_", "reduce_", "broadcast_", "gather_", "scatter_", "alltoall_",
-        "alltoall_base_", "send", "recv_", "recv_any_source_"})
+        "alltoall_base_", "send", "recv_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&communicate_over_host>());
 }
 
