@@ -13,7 +13,8 @@ ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
 # Where tests with these markers are, so that no other file is imported; tests/test_ci.py holds that all are there.
 RUNS_IN := tests/integration
 REAL_IN := tests/real
-SIMULATED_IN := tests/simulated_device tests/train
+SIMULATED_IN := tests/simulated_device $(addprefix tests/train/,test_step.py test_updates.py test_parity.py test_critic_backend.py \
+  test_layout_ranks.py model/test_moe.py model/test_hybrid_trees.py checkpoints/test_model_checkpoint.py)
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
@@ -88,7 +89,7 @@ test-soak: test-env
 test-gpu-branch: test-env
 	@RELAX_TRAIN_DEVICE=gpu_branch_on_cpu $(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "$(ORDINARY)" tests/train $(ARGS)
 
-# The same on a simulated GPU, where a mix-up of host and device raises as with CUDA. It is compiled at the first start.
+# Tests with a back end on a simulated GPU, where a mix-up of host and device raises as with CUDA. It is compiled once.
 test-simulated-device: test-env
 	@command -v g++ >/dev/null && command -v ninja >/dev/null || { \
 	  echo "relax: g++ or ninja is missing, which compile the simulated device (Debian, Ubuntu: apt-get install g++" \
