@@ -1,4 +1,4 @@
-# make run · make run-see · make run-omni · make run-episodes · make run-real · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make run-omni · make run-episodes · make run-real · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make test-gpu-branch · make test-simulated-device · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents · make real-env · make test-real
 PYTHON ?= python3.11
 VENV := .venv
@@ -13,6 +13,8 @@ ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
 # Where tests with these markers are, so that no other file is imported; tests/test_ci.py holds that all are there.
 RUNS_IN := tests/integration
 REAL_IN := tests/real
+SIMULATED_IN := tests/simulated_device $(addprefix tests/train/,test_step.py test_updates.py test_parity.py test_critic_backend.py \
+  test_layout_ranks.py model/test_moe.py model/test_hybrid_trees.py checkpoints/test_model_checkpoint.py hf/test_hf_weights.py)
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
@@ -27,7 +29,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
+.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak test-gpu-branch test-simulated-device slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -81,6 +83,19 @@ test-security: test-env
 # What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
 test-soak: test-env
 	@$(BIN)/python -m pytest -q -m "soak" $(ARGS)
+	@$(MAKE) --no-print-directory test-gpu-branch test-simulated-device
+
+# The trainer's tests in its GPU branch, on CPU tensors; tests/train/test_gpu_branch.py, in `make test`, has its core.
+test-gpu-branch: test-env
+	@RELAX_TRAIN_DEVICE=gpu_branch_on_cpu $(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "$(ORDINARY)" tests/train $(ARGS)
+
+# Tests with a back end on a simulated GPU, where a mix-up of host and device raises as with CUDA. It is compiled once.
+test-simulated-device: test-env
+	@command -v g++ >/dev/null && command -v ninja >/dev/null || { \
+	  echo "relax: g++ or ninja is missing, which compile the simulated device (Debian, Ubuntu: apt-get install g++" \
+	       "ninja-build)" >&2; exit 1; }
+	@RELAX_TRAIN_DEVICE=simulated $(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "$(ORDINARY)" \
+	  -o faulthandler_timeout=600 $(SIMULATED_IN) $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
 slurm:

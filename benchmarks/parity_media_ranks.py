@@ -117,7 +117,8 @@ def steps(
     def keep_gradients() -> None:
         if whole and not gradients:
             of_models = HfWeights(backend.models, backend.architecture, tensor_of=_gradient)
-            gradients.update({name: tensor.clone() for name, tensor in of_models.export()} or {"": torch.zeros(())})
+            found = {name: tensor.cpu().clone() for name, tensor in of_models.export()}
+            gradients.update(found or {"": torch.zeros(())})
 
     outcome = run_steps(
         backend, groups, replica=replica, layout=layout, order=in_turns, steps=count, after_step=keep_gradients

@@ -113,7 +113,7 @@ def run_steps(
         losses=[metric.loss for metric in metrics],
         grad_norms=[metric.grad_norm for metric in metrics],
         logprobs=[before, logprobs()],
-        weights={name: tensor.clone() for name, tensor in backend.export()},
+        weights={name: tensor.cpu().clone() for name, tensor in backend.export()},
         loads=[figure for metric in metrics for figure in metric.moe.values()],
     )
 

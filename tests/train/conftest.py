@@ -1,6 +1,12 @@
-"""Adds this folder to the import path. So the tests can share tiny_trainer.py."""
+"""Adds this folder to the import path, so that tests share tiny_trainer.py, and registers a simulated device."""
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+if os.environ.get("RELAX_TRAIN_DEVICE") == "simulated":  # before a test reads this process's device
+    from tests.simulated_device.simgpu import register
+
+    register()

@@ -166,6 +166,9 @@ def main() -> None:
     import safetensors.torch
     import torch
 
+    from tests.simulated_device.simgpu import register_if_chosen
+
+    register_if_chosen()
     import relax_core.train.critic_backend
     import relax_core.train.policy_backend  # noqa: F401
 

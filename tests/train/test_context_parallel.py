@@ -10,7 +10,7 @@ from tiny_trainer import make_groups
 
 from relax_core.train.context_parallel import RowSharding, TokenSharding
 from relax_core.train.micro_batches import pack_tree
-from relax_core.train.model.tree_attention import MaskedGrid, TreeBatch
+from relax_core.train.model.tree_attention import TreeBatch
 
 # Numbers of context-parallel ranks, and of tensor-parallel ranks with sequence parallelism.
 CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))
@@ -63,11 +63,11 @@ def test_tokens_find_back_into_order(owners: list[int]) -> None:
     assert torch.equal(parts.flatten()[shardings[0].gathered], token)
 
 
-def test_a_rank_of_pads_alone_has_rows_and_a_finite_mask() -> None:
+def test_a_rank_of_pads_alone_has_rows_and_finite_attention() -> None:
     layout = pack_tree(make_groups([[1]], prompt_lengths=[1]))
     for sharding in all_shardings(2, 1):
         tree = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32, sharding=sharding)
         assert len(tree.token_ids) == 2
-        assert isinstance(tree.attention, MaskedGrid)
-        assert tree.attention.mask.isfinite().any(-1).all()
+        query, key, value = (torch.randn(rows, 1, 8) for rows in (2, 4, 4))
+        assert tree.attention.attend(query, key, value, scale=None).isfinite().all()
         assert len(tree.predicting_rows) == (1 if sharding.rank == 0 else 0)

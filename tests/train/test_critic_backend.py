@@ -42,7 +42,7 @@ def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator))
         head.bias.fill_(0.3)
     critic.optimizer.reload_model_params()
-    return head.weight.detach().clone(), head.bias.detach().clone()
+    return head.weight.detach().cpu().clone(), head.bias.detach().cpu().clone()
 
 
 def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, groups: list[TokenTree]) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
     assert seen["tokens"] == expected.tokens
     found = load_file(tmp_path / "two.safetensors")
     for name, tensor in parameters(critic).items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(found[name], tensor.cpu(), atol=1e-6, rtol=0, msg=name)
 
 
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:

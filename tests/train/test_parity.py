@@ -13,6 +13,7 @@ from tiny_trainer import CONFIG, clip_loss, make_backend, make_groups, train_ste
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.tree import TokenTree
+from relax_core.train.device import training_device
 from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
@@ -67,11 +68,11 @@ def test_logits_match(tmp_path: Path, variant: str) -> None:
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0])
     group = make_groups([[1]], prompt_lengths=[121])[0]  # these positions use all rotary frequencies
-    tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
+    tree = TreeBatch.of(pack_tree([group]), device=training_device().torch, dtype=torch.float32)
     with torch.no_grad():
         logits = backend.model(tree) @ backend.model.output_weight().t()
         expected = model(torch.from_numpy(prompt_of(group)).long()[None]).logits[0]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits.cpu(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
         assert metrics.grad_norm == pytest.approx(float(norm), rel=1e-5)
     expected = model.state_dict()
     for name, tensor in backend.export():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(tensor.cpu(), expected[name], atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # see test_moe.py
@@ -124,4 +125,5 @@ def test_gradients_match(tmp_path: Path, variant: str) -> None:
     gradients = HfWeights([backend.model], backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
     for name, gradient in gradients.export():
         scale = float(expected[name].abs().max())
-        torch.testing.assert_close(gradient / tokens, expected[name], atol=2e-6 * max(1.0, scale), rtol=1e-4, msg=name)
+        mine = gradient.cpu() / tokens
+        torch.testing.assert_close(mine, expected[name], atol=2e-6 * max(1.0, scale), rtol=1e-4, msg=name)

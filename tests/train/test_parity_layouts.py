@@ -10,6 +10,7 @@ import json
 import pytest
 
 from benchmarks.parity import BIASED, DENSE, EXPERTS, FIGURES, OTHERS, REACH, ROWS
+from relax_core.train.device import training_device
 from tests.train.rank_server import run_programme
 
 NAMES = (
@@ -26,6 +27,8 @@ NAMES = (
     "qwen2: TP2",
     "qwen2: CP2, distributed optimizer, overlap",
 )
+# torch's own norms, which the GPU branch takes, round otherwise: log-probs with kept sets differ by up to 1.2e-5.
+HUGGING_FACE_REACH = 1.5e-5 if training_device().gpu else REACH
 Figures = dict[tuple[str, str], dict[str, float]]
 
 
@@ -53,7 +56,8 @@ def assert_the_same(figures: Figures, name: str, packing: str) -> None:
     found = figures[name, packing]
     trains = {row.name: row.trainable for row in ROWS}.get(name, True)
     assert set(found) == (set(FIGURES) if trains else {"logprobs"})
-    assert all(figure <= REACH for figure in found.values()), found
+    reach = HUGGING_FACE_REACH if name.startswith("Hugging Face") else REACH
+    assert all(figure <= reach for figure in found.values()), found
 
 
 def test_the_chosen_rows_are_rows_of_the_page() -> None:

@@ -208,9 +208,11 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
     train_step(backend, [[group]])
     (inputs,) = seen
     assert inputs.entropy is not None and inputs.top_logprobs is not None
-    np.testing.assert_allclose(inputs.entropy.detach(), -(np.exp(ordered) * ordered).sum(axis=1), atol=1e-5)
-    np.testing.assert_allclose(inputs.top_logprobs.detach(), np.take_along_axis(ordered, top_ids, axis=1), atol=1e-5)
-    np.testing.assert_allclose(inputs.logprobs.detach(), ordered[np.arange(5), answer_ids(group)], atol=1e-5)
+    np.testing.assert_allclose(inputs.entropy.detach().cpu(), -(np.exp(ordered) * ordered).sum(axis=1), atol=1e-5)
+    np.testing.assert_allclose(
+        inputs.top_logprobs.detach().cpu(), np.take_along_axis(ordered, top_ids, axis=1), atol=1e-5
+    )
+    np.testing.assert_allclose(inputs.logprobs.detach().cpu(), ordered[np.arange(5), answer_ids(group)], atol=1e-5)
     assert inputs.entropy.requires_grad and inputs.top_logprobs.requires_grad
     assert inputs.teacher_logprobs is not None and inputs.teacher_logprobs.tolist() == [-1.5] * 5
     assert inputs.teacher_top_logprobs is not None and inputs.teacher_top_logprobs.shape == (5, 3)

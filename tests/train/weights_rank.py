@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
+from relax_core.train.device import training_device
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.model.gpt import build_chunks
@@ -104,7 +105,8 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
             parameter.fill_(float("nan"))  # marks parameters that are not loaded
     weights = HfWeights(chunks, architecture, bucket_bytes=BUCKET_BYTES)
     weights.load(counted(folder))
-    source = load_file(folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    source = {name: tensor.to(training_device().torch) for name, tensor in stored.items()}
     names, different = [], []
     with HeldBytes([*parameters, *source.values()]) as held:
         for name, tensor in weights.export():

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from branches import cpu_branch_only
 from forests import Forest, check_ranks, dense_attention, forests, random_rows, sharded, two_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,6 +149,7 @@ def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
     assert pairs == forest.sees.sum()
 
 
+@cpu_branch_only("a GPU always takes FlexAttention")
 @pytest.mark.parametrize(
     ("lengths", "prompt", "planned"),
     [

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from logprobs_worker_group import RANKS, Answer, Problem, WorkerGroup, solve, worker_group
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.train.device import training_device
 
 torch.set_num_threads(1)
+# On a GPU each rank also rounds the gradient of its part of the logits to bfloat16.
+HALF = 2**-6 if training_device().gpu else 2**-7
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_a_shard_far_below_the_other(ranks: WorkerGroup) -> None:
         assert all(bool(torch.isfinite(tensor).all()) for tensor in (*answer.outputs, answer.hidden_gradient))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, HALF)])
 def test_lower_precision(ranks: WorkerGroup, dtype: torch.dtype, tolerance: float) -> None:
     problem = make(rows=40, words=500, pads=12, width=32, k=3, entropy=True, chunk_rows=16, top_k=4, dtype=dtype)
     answers = check(ranks, problem, rtol=tolerance, atol=tolerance)
