@@ -1,8 +1,8 @@
 """Compares the final scores and the speed of learning of all algorithms on the demo, from the same initial model.
 
-    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl # prints a table python -m benchmarks.algorithms
-    --results /tmp/algorithms.jsonl --docs # writes the table into docs/algorithms.md, too python -m
-    benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl         # prints a table
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl --docs  # also writes docs/algorithms.md
+    python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
 
 A run takes about twenty seconds and then adds one line to --results. Runs with a line in that file are skipped, so the
 same command continues an interrupted benchmark.
@@ -11,9 +11,9 @@ same command continues an interrupted benchmark.
 held-out split, before and after training. ``steps``: train steps until the share of exact sampled answers, averaged
 over ten steps, first reached 0.9. For algorithms that drop groups, the share covers trained groups only. ``cut``: share
 of tokens that the loss clips. ``groups``: number of generated groups per trained group. These columns come from runs
-with mode=async and seeds 0, 1, …. ``colocate``: the same share after training with mode=colocate and seed 0.
-``teacher``: for distillation, the teacher's share of exact greedy answers. ``distill_grpo``: the teacher is the student
-after a grpo run with the same seed, read from the hf/ folder of that run.
+with mode=async and seeds 0, 1, …. ``colocate``: the share of exact greedy answers after training with
+mode=colocate and seed 0. ``teacher``: for distillation, the teacher's share of exact greedy answers. ``distill_grpo``:
+the teacher is the student after a grpo run with the same seed, read from the hf/ folder of that run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _parse() -> argparse.Namespace:
     if arguments.seeds < 1 or arguments.steps < 2 * WINDOW:
         parser.error(f"--seeds: 1 or more; --steps: {2 * WINDOW} or more")
     if arguments.docs and arguments.only:
-        parser.error("--docs writes the table of all algorithms: leave --only away")
+        parser.error("--docs writes the table of all algorithms: leave out --only")
     return arguments
 
 

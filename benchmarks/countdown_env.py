@@ -21,7 +21,7 @@ LONGEST_WAIT = 8.0  # times the mean
 
 @dataclass(frozen=True)
 class CountdownEnvConfig(InteractionConfig):
-    """Holds the settings of the env. ``tool_wait_s`` is the mean wait for a tool in seconds, before the cap."""
+    """Holds the settings of the env. ``tool_wait_s`` is the mean of the uncapped waits for a tool, in seconds."""
 
     name: str = "countdown_env"
     max_turns: int = 3

@@ -58,7 +58,7 @@ _MAKE_DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class ColourWarmStart(VisionWarmStart):
-    """Defines the supervised training: first the right colour, then the right colour with probability ``guessed``."""
+    """Defines the supervised training. After ``right_steps`` steps, the right colour's share falls to ``guessed``."""
 
     first_share: float = 0.98
 
@@ -72,7 +72,7 @@ RECIPE = ColourWarmStart(
 def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
     """Returns lognormal lengths in tokens with this mean, clipped to `SHORTEST` … ``cap``."""
     if not SHORTEST < mean < cap <= CAP:
-        raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count.")
+        raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, the model's maximum.")
     chance = random.Random(f"lengths {seed}")
     drawn = (chance.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA) for _ in range(count))
     return [min(cap, max(SHORTEST, round(length))) for length in drawn]
@@ -134,7 +134,7 @@ def token_ids() -> dict[str, int]:
 
 
 def number_ids(kind: int) -> slice:
-    """Returns the token ids of the numbers from 0 on. Kinds: 0 in a prompt, 1 in red, 2 in blue."""
+    """Returns the token ids of all numbers from 0, for a ``kind``: 0 in a prompt, 1 in red, 2 in blue."""
     return slice(_FIRST_NUMBER + kind * CAP, _FIRST_NUMBER + (kind + 1) * CAP)
 
 
@@ -197,7 +197,8 @@ def _count_down(model: Qwen3ForCausalLM) -> None:
 
     colour = torch.nn.functional.normalize(torch.randn(_SIZE), dim=0)
     numbers = torch.randn(CAP + 1, _SIZE)
-    numbers = torch.nn.functional.normalize(numbers - (numbers @ colour)[:, None] * colour, dim=1)  # orthogonal to it
+    # orthogonal to ``colour``
+    numbers = torch.nn.functional.normalize(numbers - (numbers @ colour)[:, None] * colour, dim=1)
     words = torch.nn.functional.normalize(torch.randn(len(COLOURS), _SIZE), dim=1)
     inputs, outputs = model.model.embed_tokens.weight, model.lm_head.weight
     with torch.no_grad():
@@ -212,7 +213,7 @@ def _count_down(model: Qwen3ForCausalLM) -> None:
 
 
 def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
-    """Returns the cross-entropy of one batch against the target shares of both colours of the next number.
+    """Returns the cross-entropy of one batch. The target is the next number, with a share for each colour.
 
     A window of an answer follows the prompt directly, but keeps the positions that it has in the complete answer. So
     training covers all numbers and positions evenly, and few batches need an answer of full length.
@@ -231,7 +232,7 @@ def _loss(model: Qwen3ForCausalLM, step: int) -> Tensor:
     answer = torch.where(values > 0, _FIRST_NUMBER + CAP * kinds + values, 0)
     ids = torch.cat((_FIRST_COLOUR + asked, _FIRST_NUMBER + first, answer), 1)
     positions = torch.cat((torch.tensor([[0, 1]]).expand(count, 2), 2 + places), 1)
-    following = torch.cat((first, values - 1), 1)  # the next number after each later token; 0 for the end token
+    following = torch.cat((first, values - 1), 1)  # the next number after each token but the colour; 0: end token
     hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).last_hidden_state
     taught = following >= 0
     logprobs: Any = model.lm_head(hidden[:, 1:][taught]).log_softmax(-1)

@@ -1,9 +1,9 @@
 """Measures the cost of slow tools, env workers and the sandbox: ``python -m benchmarks.episode_times [--rounds 3]``.
 
-It executes complete runs with episodes of 8 turns of at most 4 tokens, 8 groups of 16, asynchronous with staleness 2.
-This file is also the environment of the runs: its tool takes 20 ms, and with a long tail 1% of the calls take 2 s. The
-settings that reduce the cost of the tail alternate. ``samples/s`` counts trained samples. The ratio compares each
-setting with tools without a tail.
+It executes complete asynchronous runs with staleness 2. A train step has 8 groups of 16 episodes, and an episode has 8
+turns of at most 4 tokens. This file is also the environment of the runs: its tool takes 20 ms, and with a long tail 1%
+of the calls take 2 s. Runs with different settings against the tail alternate. ``samples/s`` counts trained samples.
+The ratio is relative to a run without a tail.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def rate(words: tuple[str, ...], number: int, *, steps: int) -> Metrics:
 
 
 def env_worker_ms(*, steps: int = 500) -> float:
-    """Returns how many milliseconds a step takes longer in an env worker than in this process (medians)."""
+    """Returns the extra milliseconds of a step in an env worker over a step in this process (medians)."""
     from relax_core.rollout.env_workers.env_workers import EnvWorkers
 
     config = IsolatedNumberGuessConfig(name=str(Path(__file__).with_name("isolated_number_guess.py")), max_turns=10**6)
@@ -110,7 +110,7 @@ def env_worker_ms(*, steps: int = 500) -> float:
 
 
 def sandbox_ms(*, runs: int = 20) -> tuple[float, float]:
-    """Returns the extra milliseconds of print(1) in the sandbox, and its milliseconds in a plain process (medians)."""
+    """Returns the extra time of print(1) in the sandbox and its time in a plain process, as medians in milliseconds."""
     from relax_core.sandbox import run_code as sandbox
 
     python = sandbox._interpreter(None if os.getuid() else sandbox._unused_uid())  # the sandbox uses this interpreter
@@ -132,7 +132,7 @@ def main() -> int:
     print(machine(), flush=True)
     more, plain = sandbox_ms()
     print(f"print(1) in the sandbox: {more:+.1f} ms over a plain process ({plain:.1f} ms)", flush=True)
-    print(f"a step through an env worker: {env_worker_ms():+.2f} ms over one in this process", flush=True)
+    print(f"a step through an env worker: {env_worker_ms():+.2f} ms over a step in this process", flush=True)
     ways = {name: partial(rate, words, steps=given.steps) for name, words in WAYS.items()}
     found = take_turns("slow tools", ways, rounds=given.rounds, warm_up=False)
     print(found.table(base=NO_TAIL, ratio_of=["samples/s"]))

@@ -1,4 +1,4 @@
-"""Makes tiny random models of all families as Hugging Face folders. In a model no two sizes are equal."""
+"""Makes tiny random models of all families as Hugging Face folders. Vocabulary, hidden, MLP and expert sizes differ."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,
     "eos_token_id": 3,
-    "pad_token_id": None,  # with a padding id, transformers leaves out the gradient of its embedding
+    "pad_token_id": None,  # transformers computes no gradient for the embedding of a padding id
     "bos_token_id": None,
     "attn_implementation": "sdpa",
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-# Of the 8 frequencies of a head some are unchanged, some are divided and some are interpolated.
+# This scaling leaves some of a head's 8 frequencies unchanged, divides some, and interpolates some.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -56,7 +56,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """Returns a float32 transformers model of a variant or of a model_type. ``sizes`` are keys of its configuration.
+    """Returns a float32 transformers model of a variant or of a model_type. ``sizes`` override configuration keys.
     Saves the model to ``folder`` if given. The model's distributions are far from flat, and every norm and bias has
     random values.
     """

@@ -24,12 +24,12 @@ def token_turn_rewards(
     loss_mask: Tensor,
     sample_ids: Tensor,
 ) -> Tensor:
-    """Returns each turn's reward at its last trained token (else 0) minus ``penalties``, ``[tokens]`` float32.
+    """Returns the rewards of turns as rewards of tokens, minus ``penalties``: ``[tokens]`` float32.
 
-    ``turn_rewards`` is ``[turns]`` float64. ``turn_samples`` ``[turns]`` int64 has the sample of each turn, and
-    ``turn_ids`` ``[tokens]`` int64, ascending, the turn of each token. If a turn has no trained token, its reward goes
-    to the last earlier trained token of the sample. Without such a token the reward is ignored, because no trained
-    token led to it.
+    A turn's reward is at the turn's last trained token; other tokens get 0. ``turn_rewards`` is ``[turns]`` float64.
+    ``turn_samples`` is ``[turns]`` int64: the sample of each turn. ``turn_ids`` is ``[tokens]`` int64, ascending: the
+    turn of each token. If a turn has no trained token, its reward goes to the last earlier trained token of the sample.
+    Without such a token the reward is ignored, because no trained token led to it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 
@@ -65,9 +65,9 @@ def anchor_advantages(
     """Returns the step-level advantages of GiGPO (arXiv 2505.10978, eq. 7), ``[turns]`` float32.
 
     An anchor group consists of all turns of a group that begin in the same state, across episodes. ``relative`` maps
-    the ``returns`` of an anchor group to advantages ``[turns]``, like the rewards of a group's episodes. The returns
-    are rounded by `relax_core.contracts.tree.reward_array`. A turn gets 0 if its state is unknown or no other turn
-    begins in it.
+    the ``returns`` of an anchor group to advantages. It is the function that maps a group's episode rewards to
+    advantages. The returns are rounded by `relax_core.contracts.tree.reward_array`. A turn gets 0 if its state is
+    unknown or no other turn begins in it.
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 

@@ -38,8 +38,8 @@ class ModelConfig:
     path: str | None = None  # a Hugging Face folder
     builtin: str | None = None  # the name of a tiny model that Relax generates
     task: str | None = None  # the generated task of the builtin model's warm start
-    shape: str | None = None  # the name of a published model's dimensions, for a plan without a path
-    dtype: str = MISSING  # float32 | bfloat16 | auto; the settled configuration has no auto
+    shape: str | None = None  # without path: the name of a published model, for the dimensions of a plan
+    dtype: str = MISSING  # float32 | bfloat16 | auto; auto is replaced before a run starts
     moe_aux_loss_coef: float = 0.0  # only for mixture-of-experts models
     freeze: list[str] = field(default_factory=list)  # frozen parts, a subset of choices.MODEL_PARTS
 
@@ -100,14 +100,14 @@ class MediaKeys:
 
     @property
     def columns(self) -> dict[MediaKind, str]:
-        """Maps each kind of media with a column to the column."""
+        """Returns the column of each kind of media. Leaves out kinds without a column."""
         found: dict[MediaKind, str | None] = {"image": self.image, "video": self.video, "audio": self.audio}
         return {kind: column for kind, column in found.items() if column is not None}
 
 
 @dataclass
 class ForwardLayout:
-    """Holds the parallel sizes of a role that only computes log-probs, with the meaning of `ParallelConfig`."""
+    """Holds the parallel sizes of a role that only computes log-probs; fields are as in `ParallelConfig`."""
 
     dp: int = MISSING
     tp: int = MISSING
@@ -146,7 +146,7 @@ class ParallelConfig:
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
-    micro_batch_tokens: int = MISSING  # maximum work: packed token rows plus the towers' work in rows
+    micro_batch_tokens: int = MISSING  # maximum rows of a micro-batch, including the towers' work, converted to rows
     micro_batch_patches: int = MISSING  # maximum number of patches of images and videos in a micro-batch
     forward: ForwardLayout = field(default_factory=ForwardLayout)  # layout of actor_fwd and reference
 
@@ -156,7 +156,7 @@ class PlacementConfig:
     """Holds the keys of `placement`."""
 
     nodes: int = MISSING
-    gpus_per_node: int = MISSING  # 0 means CPU cores
+    gpus_per_node: int = MISSING  # 0 means that all processes run on CPU cores
     gpu_memory_gib: float = MISSING
     roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty means that all roles share all GPUs
 
@@ -312,12 +312,12 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Returns whether sampling truncates the distribution; samples then have kept sets."""
+        """Returns whether sampling truncates the distribution; samples then list the remaining tokens (kept sets)."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def banned(self) -> list[int]:
         """Returns the token ids that all roles exclude from sampling; needs a composed configuration."""
-        assert self.banned_token_ids is not None, "config/compose.py has found them"
+        assert self.banned_token_ids is not None, "config/compose.py sets rollout.banned_token_ids"
         return self.banned_token_ids
 
     @property
@@ -425,7 +425,8 @@ class EndpointConfig:
     port: int = MISSING
 
 
-# Events for `notify.events`. "restarts": more than three tier-1 restarts per hour; "recovery": tier 2.
+# Events for `notify.events`. "restarts": more than three restarts in place (tier 1) per hour. "recovery": all services
+# restart from a checkpoint (tier 2).
 EVENTS = (
     *("started", "finished", "stopped", "failed", "restarts", "recovery", "stalled"),
     *("engine_lost", "order_failed", "disk_low", "straggler", "rule"),

@@ -54,7 +54,7 @@ class EngineStates:
         self._note_usable()
 
     def takes_prompts(self, engine: int) -> bool:
-        """Returns whether the engine may get new prompts, if it is not down."""
+        """Returns whether the engine belongs to the pool and is not leaving. The engine may be down."""
         return engine in self.all and engine not in self._leaving
 
     def up(self) -> list[int]:
@@ -209,7 +209,7 @@ def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
 
 
 def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
-    """Logs the failures of an ended abort."""
+    """Logs which engines failed to abort requests."""
     if not call.cancelled() and call.exception() is None and (message := call.result().describe()):
         log.warning("abort: %s", message)
 

@@ -119,11 +119,11 @@ class ScaleInAt(_In):
     engine_urls: EngineUrls
 
 
-TAGS = ("by_number", "by_name", "by_address")  # names of target models in the location of a validation error
+TAGS = ("by_number", "by_name", "by_address")  # names of the body classes in the location of a validation error
 
 
 def _kind(body: object) -> str:
-    """Returns the tag of the target model that fits the body. So validation errors refer to the right model."""
+    """Returns the tag of the class that fits the body, so that validation errors refer to the right class."""
     keys = body if isinstance(body, dict) else ()
     return TAGS[2] if "engine_urls" in keys else TAGS[1] if "engine_ids" in keys else TAGS[0]
 
@@ -239,7 +239,10 @@ class OrderList:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelManyAnswer:
-    """Holds the orders that will be cancelled, or that would be cancelled without ``dry_run``. The orders end later."""
+    """Holds the orders that will be cancelled, or that would be cancelled without ``dry_run``.
+
+    The orders end after this response.
+    """
 
     dry_run: bool
     requests: list[Order]
@@ -312,7 +315,7 @@ class Controller:
 
 
 def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRoute] = ()) -> FastAPI:
-    """Returns the application that accepts orders for a run within ``limits`` and serves the run's page."""
+    """Returns the FastAPI application that accepts orders within ``limits`` and serves the run's page."""
     app = FastAPI(
         title="Relax gateway",
         docs_url=None,

@@ -89,14 +89,14 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
     name = pairs.pop("reward", None) or pairs.pop("reward.name", None)
     if name is None:
         raise ValueError(
-            "reward: name one, such as reward=math. With reward.by=COLUMN it applies to rows without a value there."
+            "reward: name one, such as reward=math. With reward.by=COLUMN it scores rows without a value in COLUMN."
         )
     if unknown_keys := [key for key in pairs if not key.startswith("reward.")]:
         raise ValueError(f"{unknown_keys[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
     values = {key.removeprefix("reward."): yaml.safe_load(value) for key, value in pairs.items()}
     name = str(Path(name).absolute()) if name.endswith(".py") else name
     preset = conf_folder() / "reward" / f"{name}.yaml"
-    if preset.is_file():  # a preset may choose another reward, and has the values of a run
+    if preset.is_file():  # a preset has the default settings, and may name another reward
         values = yaml.safe_load(preset.read_text(encoding="utf-8")) | values
         name = values["name"]
     spec = find_reward(name)
@@ -132,7 +132,7 @@ def _rows(file: Path) -> Iterator[_Row]:
 async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:
     """Returns the outputs of each row's responses. Continues after failures.
 
-    A shadow reward scores only if it is named.
+    A shadow reward scores only if reward.shadow names it; ``auto`` means no shadow reward here.
     """
     shadow = None if config.shadow == AUTO else config.shadow
     patient = replace(config, max_failed=1.0, shadow=shadow, on_hack=REPORT)

@@ -30,11 +30,11 @@ CLOSE_S = 1.0  # Seconds that `close` waits for pushes in progress.
 class SyncReport:
     """Reports the pushes that have ended since the last report.
 
-    ``write_ms`` is the time for writing the file and its digest. ``push_ms`` is the duration of the longest ended push;
-    if no push has ended, the time since this push began. ``stall_ms`` is the longest time that an engine stopped
-    decoding to load a version. ``bytes`` is the size of the version without frozen tensors. ``refused`` maps the url of
-    each engine with a failed push to the reason. ``behind`` has the urls of the engines that have not answered yet.
-    Engine owners (`relax_core.roles.engine_owner`) bring refused and late engines to the newest version.
+    ``write_ms`` is the time for writing the file and its digest. ``push_ms`` is the duration of the longest ended push,
+    or the time since the push of ``version`` began if no push has ended. ``stall_ms`` is the longest time that an
+    engine stopped decoding to load a version. ``bytes`` is the size of the version without frozen tensors. ``refused``
+    maps the url of each engine with a failed push to the reason. ``behind`` has the urls of the engines that have not
+    answered yet. Engine owners (`relax_core.roles.engine_owner`) bring refused and late engines to the newest version.
     """
 
     version: int
@@ -84,8 +84,8 @@ class WeightPublisher:
 
     ``receivers`` returns the engines; it is called once for each version, in a separate thread. With ``model_folder``,
     each version is a folder that loads as a Hugging Face model and links to the config and tokenizer in
-    ``model_folder``. The pushes to an engine run in ``calls`` under the engine's url, in order with other calls under
-    this url.
+    ``model_folder``. ``calls`` has one queue per engine url; pushes wait in this queue in order with other calls to the
+    engine.
 
     ``frozen`` names the tensors that are the same in every version. They are written once, into a file that all
     versions share, and an engine reads them once. A collective transport sends them with every version. If the disk
@@ -197,7 +197,7 @@ class WeightPublisher:
             self._silent -= {url}
 
     def _record_pushed(self, version: int) -> None:
-        """Records the end of this version's push: engine owners then know that engines still behind did not get it."""
+        """Records the end of this version's push. Engine owners then know that late engines did not get the version."""
 
         def record() -> None:
             with self._lock:  # The trainer needs the lock, so it is not held during an outage.

@@ -7,9 +7,10 @@ Inside a function decorated with `evaluates_no_text`, in its thread:
 - an audit hook of the interpreter raises `EvaluationRefused` for every other compilation and execution of code, for
   unpickling and for new processes. It allows imports, and a code generator of sympy that uses no text of an answer.
 
-The first two points keep the libraries usable. The third point covers unknown paths: CPython reports ``eval``, ``exec``
-and ``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. The hook is no sandbox
-for running code; it only prevents that text becomes code. Outside of decorated functions nothing changes.
+The first two points keep the libraries usable. The third point covers all other code that evaluates text:
+CPython reports ``eval``, ``exec`` and ``compile`` of text to audit hooks before it parses the text, and a hook cannot
+be removed. The hook is no sandbox for running code; it only prevents that text becomes code. Outside of decorated
+functions nothing changes.
 """
 
 from __future__ import annotations
@@ -133,10 +134,10 @@ def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
     import sympy
 
     if not getattr(variable, "is_Symbol", False) or not value.is_polynomial(variable):
-        raise NotImplementedError("a function of another form than a polynomial in one unknown")
+        raise NotImplementedError("not a polynomial in one unknown")
     parts = [coefficient.as_real_imag() for coefficient in sympy.Poly(value, variable).all_coeffs()]
     if not all(part.is_Rational for pair in parts for part in pair):
-        raise NotImplementedError("a polynomial with other coefficients than rational numbers")
+        raise NotImplementedError("a polynomial with coefficients that are not rational numbers")
     whole = all(real.is_Integer and not imaginary for real, imaginary in parts)
 
     def computed(at: Any) -> Any:

@@ -96,7 +96,7 @@ def test_a_file_with_too_few_rows_to_hold_some_out_is_evaluated_whole(
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines share the prompts of the second evaluation. The result must not depend on the engine of a prompt."""
+    """Two engines share the prompts of the second evaluation. The result must be the same as with one engine."""
     sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
     results = {}
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
@@ -127,7 +127,7 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
 def test_images_and_videos_are_evaluated_and_bad_ones_are_no_wrong_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Uses a plug-in family's folder, and a set next to its media files. Two prompts have the same image."""
+    """Evaluates a plug-in family on a set in the folder of its media files. Two prompts have the same image."""
     shown = tmp_path / "shown"
     shutil.copytree(files_folder() / "train", shown)
     (shown / "cut.png").write_bytes((shown / "red-00.png").read_bytes()[:60])

@@ -24,7 +24,8 @@ from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-# Opens several connections to each port, sends the number of a pair of ranks, keeps them open, and prints their count.
+# Opens several connections to each port and keeps them open. Each connection sends the number of a pair of ranks, as a
+# rank would. Prints the number of connections.
 INTRUDER_PROGRAM = """
 import socket, struct, sys
 kept = []
@@ -153,7 +154,7 @@ def test_a_store_without_the_token_reads_and_changes_nothing() -> None:
     guessing.set("address", "b")
     assert not guessing.delete_key("nothing") and second.get("address") == b"a" and first.add("count", 2) == 2
     assert second.add("count", 1) == 3
-    name = second._name("address")  # type: ignore[attr-defined]  # even a leaked name is useless
+    name = second._name("address")  # type: ignore[attr-defined]  # as if the key's hidden name had leaked
     changed = intruder.get(name)[:-1] + b"\0x"
     intruder.set(name, changed)
     assert intruder.get(name) == changed  # `set` returns before the store has the value

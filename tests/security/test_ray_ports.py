@@ -171,7 +171,7 @@ def test_no_other_user_can_bind_the_port_or_start_the_agent(tmp_path: Path, seco
 
 
 def test_the_port_stays_bound_while_the_agent_starts(tmp_path: Path) -> None:
-    """The same without a second user: a socket without port sharing can never bind the port."""
+    """Repeats the attack without a second user: a socket without port sharing can never bind the port."""
     ended, taken = threading.Event(), []
 
     def bind_again_and_again(port: int) -> None:

@@ -252,7 +252,7 @@ def test_an_attack_holds_nothing_without_a_control_group(name: str, monkeypatch:
     monkeypatch.setattr(module, "make_control_group", lambda **limits: None)
     result = attacked({**OLD, **MORE}[name])
     assert not holds(result), result
-    assert "NameError" not in result.output and "TypeError" not in result.output, result  # the attack is intact
+    assert "NameError" not in result.output and "TypeError" not in result.output, result  # the attack has no bug
 
 
 # The other calls that the filter refuses can hold little or no memory.
@@ -270,7 +270,7 @@ COUNTED = (
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_control_group_alone_counts_what_the_filter_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (group := make_control_group(memory_bytes=2**27, processes=8)) is None:
-        pytest.skip("this process may make no control group")
+        pytest.skip("this process cannot make a control group")
     group.remove()
     allow = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
     monkeypatch.setattr(bwrap_command, "seccomp_filter", lambda **_: allow)
@@ -370,7 +370,7 @@ def groups() -> list[Path]:
 
 def test_a_control_group_is_removed_also_if_its_owner_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not control_group._usable_bases():
-        pytest.skip("this process may make no control group")
+        pytest.skip("this process cannot make a control group")
     before = set(groups())
     attacked("print(1)")
     assert not {group for group in groups() if f"-{os.getpid()}-" in group.name}

@@ -26,7 +26,7 @@ _INT32_MAX = np.iinfo(_INT32).max
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Describes the tokens ``[start, end)`` of a response, which weight version ``version`` generated."""
+    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
 
     start: int
     end: int
@@ -108,7 +108,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     queue_ms: float = 0.0
 
     def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
-        """Returns the response with arrays, and with the given number of prompt tokens and experts of the prompt.
+        """Returns the response with arrays instead of bytes. The arguments are fields of the returned response.
 
         Raises ValueError if the version spans do not cover the tokens.
         """
@@ -435,7 +435,7 @@ class ResponseCheck:
         """Counts events or frames, to refuse an endless number of them."""
         self._news_left -= parts
         if self._news_left < 0:
-            raise ValueError("more parts than its tokens can have")
+            raise ValueError("more events or frames than the requested tokens can have")
 
     def place(self, prompt: int, sample: int) -> None:
         """Checks that the response was requested and has not arrived before."""

@@ -1,4 +1,6 @@
-"""Compares items with Hugging Face's processor. The test runs this program in SGLang's environment with torchvision.
+"""Compares Relax's encoding of media items with Hugging Face's processor.
+
+The test runs this program in SGLang's environment with torchvision.
 
     python processor_child.py ROOT FOLDER
 

@@ -35,7 +35,10 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Writes the cache indices of each request, in sequence in ``out_cache_loc``, to ``req_to_token[request]``."""
+    """Writes each request's cache indices to ``req_to_token[request]``.
+
+    ``out_cache_loc`` has the indices of all requests, one request after the other.
+    """
     taken = 0
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         length = end - start
