@@ -166,7 +166,10 @@ def measure_small_rows(folder: Path, *, rounds: int) -> None:
 
 
 def measure_large_rows(folder: Path, *, nbytes: int, rounds: int) -> None:
-    """Measures large rows and two bounds: memcpy into newly allocated memory, like many puts, and into warm memory."""
+    """Measures large rows and two bounds: memcpy into new memory and into warm memory.
+
+    Many puts also copy into newly allocated memory.
+    """
     groups = 32
     sources = [np.frombuffer(os.urandom(nbytes), dtype=np.uint8) for _ in range(groups)]
     warm = [np.zeros(nbytes, dtype=np.uint8) for _ in range(groups)]

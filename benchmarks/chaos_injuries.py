@@ -109,7 +109,7 @@ Inflict = Callable[[Scene], None]
 
 # -- Signals to processes ---------------------------------------------------------------------------------------------
 def signalled(kind: str, number: signal.Signals) -> Inflict:
-    """Sends a signal to the newest process of a kind. After the loss of a controller waits for the next controller."""
+    """Sends a signal to the newest process of a kind. If the controller is lost, waits for the next controller."""
 
     def inflict(scene: Scene) -> None:
         controllers = members(scene.live, CONTROLLER)
@@ -134,7 +134,7 @@ def at_birth(kind: str, number: signal.Signals) -> Inflict:
 
 
 def at_the_start(scene: Scene) -> None:
-    """Stops the run in order, starts it again, and kills or stops a process at one of `MOMENTS_S` after it appeared."""
+    """Ends the run cleanly, starts it again, and kills or stops a process at one of `MOMENTS_S` after it appeared."""
     scene.live.terminate()
     scene.again()
     kind = scene.chance.choice(scene.run.processes)
@@ -216,7 +216,7 @@ def everything_killed(scene: Scene) -> None:
 
 
 def interrupted(number: signal.Signals) -> Inflict:
-    """Sends a stop signal to all processes, so the run ends in order. Then starts the command again."""
+    """Sends a stop signal to all processes, so the run ends cleanly. Then starts the command again."""
 
     def inflict(scene: Scene) -> None:
         scene.text.append(f"{number.name} to all processes")

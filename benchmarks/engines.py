@@ -196,7 +196,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
         _, client = stack.enter_context(started_engine(folder, folder / "model", load_weights=False))
 
         def publisher_of(name: str) -> WeightPublisher:
-            """Yields a publisher. As in a run, its files are on disk for the transport disk, and in shared memory
+            """Returns a publisher. As in a run, its files are on disk for the transport disk, and in shared memory
             otherwise.
             """
             where = None if name == "disk" else "/dev/shm"

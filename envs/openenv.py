@@ -32,8 +32,9 @@ class OpenEnvConfig(InteractionConfig):
 
     ``url`` is the server's address. With ``text_field``, the text of a response becomes the action's field of this
     name; otherwise the model calls the tool "act" with the fields of an action. ``observation_field`` is the field of
-    an observation that the model reads; without it, the model reads all fields except the metadata, as JSON. The
-    environment's reset receives the group's seed, ``reset``, and the columns ``row_fields`` of the data row.
+    an observation that the model reads; without it, the model reads all fields except the metadata, as JSON. When
+    an episode begins, the server receives the group's seed, the arguments ``reset``, and the columns ``row_fields`` of
+    the data row.
     """
 
     name: str = "openenv"

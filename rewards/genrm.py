@@ -1,8 +1,8 @@
 """LLM-as-a-judge rewards: a judge model compares a response with a reference, another answer, or a rubric.
 
 Each form is a preset: a prompt template in ``rewards/judges/`` and a parser. The form "deepeyes" has the weights and
-the format rule of DeepEyes (arXiv 2505.14362). A verdict must be the judge's whole text. The source accepts a "1"
-anywhere in the text, so "10" would be right there.
+the format rule of DeepEyes (arXiv 2505.14362). A verdict must be the judge's whole text. DeepEyes accepts a "1"
+anywhere in the text, so it would accept the verdict "10".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check(config: GenRmConfig) -> None:
         )
     if config.form == "rubric" and not any(weight > 0 for weight in config.rubric.values()):
         problems.append(
-            f"reward.rubric={config.rubric} has no criterion with a weight above 0. Write such as "
+            f"reward.rubric={config.rubric} has no criterion with a weight above 0. Write for example "
             "'reward.rubric={The answer names its source: 1.0}'."
         )
     if config.form != "rubric" and config.rubric:
@@ -111,9 +111,11 @@ def check(config: GenRmConfig) -> None:
 def _judge_problems(name: str, judge: JudgeConfig, config: GenRmConfig) -> list[str]:
     key, problems = f"reward.judges.{name}", []
     if not judge.model:
-        problems.append(f"{key}.model is not set: name a Hugging Face folder, or with {key}.url the server's model.")
+        problems.append(
+            f"{key}.model is not set: name a Hugging Face folder, or the server's model if {key}.url is set."
+        )
     if judge.url is not None and not judge.url.startswith(("http://", "https://")):
-        problems.append(f"{key}.url={judge.url}: write such as http://127.0.0.1:8000/v1.")
+        problems.append(f"{key}.url={judge.url}: write a URL such as http://127.0.0.1:8000/v1.")
     if judge.url is None and judge.token_file is not None:
         problems.append(
             f"{key}.token_file={judge.token_file} without {key}.url: only a server at a URL needs it. Drop it."
@@ -132,14 +134,14 @@ def _judge_problems(name: str, judge: JudgeConfig, config: GenRmConfig) -> list[
         problems.append(f"{key}.timeout_s={judge.timeout_s}: must be more than 0 seconds.")
     elif judge.timeout_s >= config.timeout_s:
         problems.append(
-            f"reward.timeout_s={config.timeout_s:g} ends the wait for {key}.timeout_s={judge.timeout_s:g}. Use "
-            f"reward.timeout_s={math.ceil(judge.timeout_s) + 30} or more."
+            f"reward.timeout_s={config.timeout_s:g} is not longer than {key}.timeout_s={judge.timeout_s:g}, so the "
+            f"reward ends before the judge answers. Use reward.timeout_s={math.ceil(judge.timeout_s) + 30} or more."
         )
     return problems
 
 
 def judges(config: GenRmConfig) -> JudgePlan:
-    """Returns the judges. The form provides a template or parser that is not set."""
+    """Returns the judges. A judge without a template or parser uses the form's template or parser."""
     form = FORMS[config.form]
     return JudgePlan(
         judges={

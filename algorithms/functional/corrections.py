@@ -34,7 +34,8 @@ def correction_weights(
     geometric mean exp(mean of log ρ). ``method`` selects the treatment of ratios outside [low, high]. "tis" clamps the
     ratio to the interval (truncated importance sampling). "tis_normalized" also clamps the ratio;
     `divide_by_mean_weight` then divides by the mean. "mis" (masked importance sampling) and its token-level form
-    "icepop" set the weight to 0. A masked token has weight 1. Raises ValueError for an unknown ``method`` or ``level``.
+    "icepop" set the weight to 0. A token outside ``loss_mask`` has weight 1. Raises ValueError for an unknown
+    ``method`` or ``level``.
     """
     log_ratio = masked_log_ratio(old_logprobs, rollout_logprobs, loss_mask).detach()
     if level in ("sequence", "geometric"):

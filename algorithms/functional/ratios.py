@@ -57,8 +57,8 @@ def kl_loss(
 
     - "loss": `kl_estimate` itself.
     - "loss_times_ratio": `kl_estimate` times the ratio π / π_old (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). The gradient
-      also flows through the ratio. With k1 or k3, the mean of value and gradient over samples of π_old are the KL of
-      the current policy and its gradient. k3_clamped clamps the product.
+      also flows through the ratio. With k1 or k3, the mean over samples of π_old is the KL of the current policy, and
+      the mean gradient is the gradient of this KL. k3_clamped clamps the product.
     - "loss_k2_gradient": the value of ``estimator`` with the gradient of k2 (a straight-through estimator). On policy,
       the expected gradient of k2 is the gradient of the KL.
 

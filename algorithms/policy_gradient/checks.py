@@ -35,7 +35,7 @@ def group_problems(config: GroupConfig) -> list[str]:
     if not 1 <= config.pass_k < max(2, config.group_size):
         problems.append(
             f"algo.pass_k={config.pass_k} with algo.group_size={config.group_size}: need 1 <= pass_k < group_size, "
-            "because a group has only one subset of all its samples. 1 is the usual advantage."
+            "because pass_k=group_size leaves only one subset. Use algo.pass_k=1 for the usual advantage."
         )
     if config.pass_k > 1 and config.normalize_std == "batch":
         problems.append(

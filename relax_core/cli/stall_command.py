@@ -26,7 +26,11 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a live run")
     parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"seconds to wait for the report; {TIMEOUT_S:g}"
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"seconds to wait for the report (default: {TIMEOUT_S:g})",
     )
     given = parser.parse_args(words)
     if not any((given.run / mark).is_file() for mark in MARKS):

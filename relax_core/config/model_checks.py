@@ -74,7 +74,7 @@ def unsampled_token_ids(folder: Path) -> list[int]:
 
 
 def textless_token_ids(folder: Path) -> set[int]:
-    """Returns the ids without a text: embedding rows (vocab_size in config.json) without a token.
+    """Returns the ids without a text: ids below vocab_size (config.json) that are not in the tokenizer.
 
     Media placeholders are excluded. Raises as `media_token_ids` does.
     """
@@ -222,7 +222,7 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
     if not folder.exists():
         typed = os.path.relpath(folder)
         yield f"{key}: no such folder." + (
-            f" A model of the hub: {model_override_hint(typed)}." if is_hub_name(typed) else ""
+            f" To use a model of the hub: {model_override_hint(typed)}." if is_hub_name(typed) else ""
         )
         return
     if not has_hf_config(folder):
@@ -250,7 +250,8 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
         if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
             yield (
                 f"{key}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
-                f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
+                f"that {WEIGHT_INDEX} names. Remove the set that does not belong to the model. The index belongs to "
+                "the second set."
             )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key}: it has no tokenizer ({_TOKENIZER_FILES[0]})."

@@ -25,7 +25,7 @@ _newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at
 def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
     """Returns the keys of a row.
 
-    Relative paths begin at ``data.media_root``; without it, in ``folder`` of the data file.
+    Relative paths begin at ``data.media_root``. If it is not set, they begin at ``folder``, the data file's folder.
     """
     root = Path(config.media_root) if config.media_root is not None else folder or Path()
     return RowKeys(
@@ -37,7 +37,10 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
 
 
 def names_plugin(config: DataConfig) -> bool:
-    """Returns whether ``data.name`` names a plug-in (a file or an installed package), not only an option of `data`."""
+    """Returns whether ``data.name`` names a plug-in, which is a file or an installed package.
+
+    Returns False for an option of `data` that is no plug-in.
+    """
     return is_file_plugin(config.name) or config.name in names("data")
 
 

@@ -123,9 +123,9 @@ class EngineStates:
     def lag_message(self, engine: int) -> str:
         """Returns the log message about a straggler."""
         return (
-            f"engine {engine} serves weights {self._versions[engine]}, another engine {max(self._versions.values())}. "
-            f"It has been more than {self._max_lag} versions behind for {self._lag_s:g} s and gets no prompts until it "
-            "has newer weights"
+            f"engine {engine} serves weights {self._versions[engine]} and has been more than {self._max_lag} versions "
+            f"behind another engine (weights {max(self._versions.values())}) for {self._lag_s:g} s. It gets no prompts "
+            "until it has newer weights"
         )
 
 

@@ -152,7 +152,7 @@ class WeightPublisher:
         )
 
     def forget(self, url: str) -> None:
-        """Releases the resources of an engine that has left, after its push in progress has ended; returns at once."""
+        """Returns at once. Releases the resources of a removed engine when its push in progress has ended."""
         self._calls.put(url, partial(self._forget, url))
 
     # -- In other threads ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_the_list_is_what_was_written_last(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "0" / ENGINES
     whole = file.read_bytes()
     file.write_bytes(whole[:-9])
-    assert members.read().started == [0, 1, 2], "the list before holds"
+    assert members.read().started == [0, 1, 2], "the previous list stays valid"
     file.write_bytes(whole)
     engines.remove(added)
     assert members.read() == start_members(2)
@@ -41,9 +41,9 @@ def test_no_number_belongs_to_two_engines_of_a_run(tmp_path: Path) -> None:
     engines.set_state(second, "moving")
     engines.remove(third, failure="it ended")
     engines.begin(tmp_path / "1")  # a new attempt: all services start again
-    assert engines.added("joining") == [first], "it has no weights of this attempt; one that was leaving has left"
+    assert engines.added("joining") == [first], "it gets the weights of this attempt; a moving engine is removed"
     assert MemberList(tmp_path / "1", count=1).read().started == [0]
     assert engines.reserve(1) == [third + 1] and engines.failures == {third: "it ended"}
-    assert EngineSet(1, added={first: ""}, used=7).reserve(2) == [8, 9], "another controller goes on with the numbers"
+    assert EngineSet(1, added={first: ""}, used=7).reserve(2) == [8, 9], "a new controller continues the numbering"
     with pytest.raises(AssertionError):
         engines.remove(0)

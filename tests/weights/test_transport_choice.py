@@ -29,7 +29,7 @@ def test_the_topology_chooses(config: RelaxConfig, engine: str) -> None:
     config.launcher.ray_address = "10.0.0.1:6379"
     assert chosen(config) == "disk"
     config.launcher.ray_address = None
-    config.placement.nodes = 2  # as for a plan on a machine that has not joined the nodes yet
+    config.placement.nodes = 2  # e.g. plan=true on a machine outside the Ray cluster
     assert chosen(config) == "disk"
     config.placement.nodes = 1
     config.engine.urls = ["http://10.0.0.2:30000"]

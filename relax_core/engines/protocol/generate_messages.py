@@ -280,7 +280,7 @@ def generate_body(
 
 
 def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
-    """Returns the field ``media`` of a /generate body: for each prompt, (digest, first row) of each item.
+    """Returns the field ``media`` of a /generate body: for each prompt, (digest, index of first token) of each item.
 
     If no prompt has an item, the field is left out: engines without media support then accept the request.
     """
@@ -465,7 +465,7 @@ class ResponseCheck:
         if tokens and int(generated.versions.min()) < self._lowest_version:
             raise ValueError(f"weight version {int(generated.versions.min())}")
         if generated.kept is not None and self._vocab_size not in (None, generated.kept.vocab_size):
-            raise ValueError(f"kept sets of a vocabulary of {generated.kept.vocab_size}")
+            raise ValueError(f"the kept sets have a wrong vocabulary size, {generated.kept.vocab_size}")
         if generated.kept is not None and (fault := generated.kept.fault(generated.output_ids)) is not None:
             raise ValueError(fault)
         self._check_experts(generated, prompt_tokens=len(prompt.input_ids))

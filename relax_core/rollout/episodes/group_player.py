@@ -26,7 +26,7 @@ Played = tuple[AdmittedPrompt, list[EpisodeRecord] | BadRow]
 GivenUp = Callable[[AdmittedPrompt, Sequence[EpisodeRecord]], None]
 SAMPLES_A_CALL = 16384  # samples of an evaluation in one request; the limit of a request is four times larger
 NOT_FOLLOWED = GroupsInFlight()
-# After these ends of an attempt, the episode starts again from its reset: the failure may not occur again.
+# After these ends of an attempt, the episode starts again from its reset, because the failure may be temporary.
 RESTARTABLE_ENDS: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
@@ -78,8 +78,8 @@ class GroupPlayer:
 
     With ``in_order``, groups are yielded in the order of their prompts, which is equal in every run. With ``lockstep``,
     the turns of a prompt batch are sent together through ``requests``, and the batches of a weight version are played
-    one after the other. Later prompts of a weight version replace dropped groups. How many such prompts arrive together
-    depends on timing, so each of them is a separate batch.
+    one after the other. Later prompts of a weight version replace dropped groups. The number of later prompts that
+    arrive together depends on timing, so each later prompt is a separate batch.
     """
 
     makes_prompts = True  # prompts are made while the episodes are played
@@ -136,7 +136,7 @@ class GroupPlayer:
     def opened(self, group: GroupInPlay) -> AbstractAsyncContextManager[PlayEpisode]:
         """Opens a group while the context is open. Yields a function that plays the episode with a given number.
 
-        The function is not called for an episode with a record that has already ended.
+        If an episode has already ended, `play` does not call the function for it.
         """
         raise NotImplementedError
 
@@ -215,9 +215,9 @@ class GroupPlayer:
 
         If the env cannot use the data row, the prompt is yielded with a `BadRow` in place of episodes. ``flight``
         receives a report of each group and request, and may cancel groups. A cancelled group is not yielded;
-        ``given_up`` receives its episodes. ``on_end`` receives the metrics of engine requests; only players that send a
-        prompt batch as one request call it. At most ``at_once`` groups are open at the same time. A failure of the
-        engines ends ``tasks``.
+        ``given_up`` receives its episodes. ``on_end`` receives the metrics of engine requests. ``on_end`` is called
+        only by players that send a prompt batch as one request. At most ``at_once`` groups are open at the same time. A
+        failure of the engines ends ``tasks``.
         """
         if not prompts:
             return
@@ -239,7 +239,7 @@ class GroupPlayer:
                     yield played
 
     def lockstep(self, prompts: Sequence[AdmittedPrompt]) -> Lockstep:
-        """Returns an object that sends the turns of these groups together; its `run` must run meanwhile."""
+        """Returns an object that sends the turns of these groups together while a task executes its method `run`."""
         assert self._requests is not None
         return Lockstep(self._requests, [uid for prompt in prompts for uid in self.uids(prompt)])
 

@@ -1,4 +1,4 @@
-"""Holds conversations with the client `anthropic`: Messages, plain and streamed."""
+"""Holds conversations with the client `anthropic` over the Messages API, with and without streaming."""
 
 from __future__ import annotations
 

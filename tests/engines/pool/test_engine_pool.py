@@ -167,7 +167,9 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     assert sorted(found) == [0, 1, 2, 3]
     assert {response.engine for responses in found.values() for response in responses} == {"engine-0"}
     assert {engine for engine, _ in directory.requests} == {0, 1}
-    assert "engine 1 serves weights 0, another engine 2. It has been more than 1 versions behind" in caplog.text
+    assert (
+        "engine 1 serves weights 0 and has been more than 1 versions behind another engine (weights 2)" in caplog.text
+    )
 
 
 def breaks_off(prompt: PromptRequest) -> Generated:

@@ -42,7 +42,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
             self.send_header("Content-Type", "text/event-stream" if self.command == "POST" else "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # the client has stopped reading the other call
+            with suppress(ConnectionError):  # after an error, the client closes its other call
                 self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
     [([], 0, "abort"), ([5, 6], 0, "abort"), ([5, 3], 0, "stop"), ([5, 6, 7, 8], 0, "length"), ([5, 6], 2, "length")],
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
-    """Otherwise the response would continue after its stop token, or be requested again with no tokens left."""
+    """As an abort, the response would continue after its stop token, or be requested again with no tokens left."""
     sampled = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(sampled, params, generated=generated, limit=params.max_new_tokens) == found
@@ -161,10 +161,10 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
     ("first", "cached", "found"),
     [
         (VersionSpan(0, 4, 7), 0, False),
-        (VersionSpan(0, 4, 7), 3, False),  # cached by the version that continued
+        (VersionSpan(0, 4, 7), 3, False),  # version 7 computed the cached tokens and the response
         (VersionSpan(0, 4, 8), 0, False),  # the request waited until the next version was loaded
         (VersionSpan(0, 4, 8), 3, True),
-        (VersionSpan(0, 0, 7), 0, True),  # some prompt chunks under 7, the tokens under 8
+        (VersionSpan(0, 0, 7), 0, True),  # version 7 prefilled a part of the prompt, version 8 sampled
     ],
 )
 def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: int, found: bool) -> None:

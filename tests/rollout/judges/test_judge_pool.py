@@ -269,7 +269,7 @@ def test_a_row_names_its_judge_and_an_unknown_one_has_the_known_ones_told() -> N
     [
         ({"votes": 3}, "reward.judges.main.votes=3 with reward.judges.main.temperature=0"),
         ({"timeout_s": 0.0}, "reward.judges.main.timeout_s=0.0"),
-        ({"timeout_s": 150.0}, "reward.timeout_s=150 ends the wait for reward.judges.main.timeout_s=150"),
+        ({"timeout_s": 150.0}, "reward.timeout_s=150 is not longer than reward.judges.main.timeout_s=150"),
         ({"url": "x"}, "reward.judges.main.url=x"),
         ({"model": None}, "reward.judges.main.model is not set"),
         ({"max_new_tokens": 0}, "reward.judges.main.max_new_tokens=0"),

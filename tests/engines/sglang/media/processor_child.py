@@ -34,7 +34,7 @@ def main(root: str, folder: Path) -> None:
 
 
 def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the differences for a prompt with the items of a case, and text around the items."""
+    """Makes a prompt with the items of a case and text around them. Returns the differences for this prompt."""
     import numpy as np
     import torch
 
