@@ -6,7 +6,7 @@ for it. `model.freeze` names the frozen parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION
 from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.families.architecture import Architecture
+from relax_core.train.device import training_device
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.hf.weight_rules import AUDIO as AUDIO_PREFIX
 from relax_core.train.hf.weight_rules import VISION as VISION_PREFIX
@@ -107,7 +108,9 @@ def build_optimizer(
     overrides = get_standard_config_overrides(settings)
     if config.tower_lr is not None:
         overrides[ParamKey(attr=IN_TOWER)] = {"lr_mult": config.tower_lr / config.lr}
-    optimizer = get_megatron_optimizer(settings, chunks, overrides)
+    optimizer = get_megatron_optimizer(
+        settings, chunks, overrides, use_gloo_process_groups=not training_device().meta
+    )
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not installed
@@ -210,6 +213,15 @@ def create_optimizer_state(optimizer: Any) -> None:
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the tensors that the optimizer updates, which may be copies of the parameters, and Adam's states."""
+    for wrapped in _optimizers(optimizer):
+        for group in wrapped.optimizer.param_groups:
+            yield from (parameter.detach() for parameter in group["params"])
+        for state in wrapped.optimizer.state.values():
+            yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
