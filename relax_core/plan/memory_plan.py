@@ -446,6 +446,22 @@ def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workl
     return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
 
 
+def rank_phases(
+    config: RelaxConfig, model: ModelDimensions, work: Workload, *, stage: int
+) -> dict[str, dict[str, int]]:
+    """Returns the terms of each phase of a trainer's rank in a pipeline stage, in bytes, without the process."""
+    later = stage > 0
+    state = state_terms(config, config.parallel, model, later=later)
+    activations = activation_terms(config, config.parallel, model, work, later=later)
+    return {
+        "backward": {
+            **state,
+            **activations,
+            "logits chunk": head_bytes(config, model, work, split=config.parallel.tp),
+        }
+    }
+
+
 def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, later: bool) -> tuple[Phase, ...]:
     parallel = config.parallel
     state = {"process": PROCESS_BYTES, **state_terms(config, parallel, model, later=later)}

@@ -152,7 +152,7 @@ class ModelDimensions:
     """Holds the dimensions of a model.
 
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
-    ``delta_layers`` of the layers have ``delta_net`` in place of attention. With ``output_gate`` the query projection
+    The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate`` the query projection
     also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with ``qk_norm`` query and
     key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder, which include
     ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio encoder's.
@@ -174,7 +174,7 @@ class ModelDimensions:
     tied_embeddings: bool
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
-    delta_layers: int = 0
+    delta_layer_numbers: tuple[int, ...] = ()
     output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: bool = True
@@ -195,6 +195,11 @@ class ModelDimensions:
     def key(self) -> int:
         """Returns the width of all key heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def delta_layers(self) -> int:
+        """Returns the number of layers with a gated delta net."""
+        return len(self.delta_layer_numbers)
 
     @property
     def full_attention_layers(self) -> int:
@@ -320,7 +325,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         tied_embeddings=architecture.tie_word_embeddings,
         experts=experts,
         delta_net=architecture.delta_net,
-        delta_layers=len(architecture.delta_layers),
+        delta_layer_numbers=architecture.delta_layers,
         output_gate=architecture.output_gate,
         qkv_bias=architecture.qkv_bias,
         qk_norm=architecture.qk_norm,
