@@ -149,7 +149,7 @@ Common keys
   run.steps                train steps
   run.dir                  the run's folder
   resume                   auto, or a checkpoint's folder
-  plan                     true: print what would run and stop | json: the same for a program | rehearse: see docs/plan.md
+  plan                     true: print what would run and stop | json: the same for a program | rehearse: docs/plan.md
   optimizer.lr             learning rate
   algo.group_size          samples per prompt
   rollout.prompts_per_step prompts per train step

@@ -108,14 +108,16 @@ class PatchCost:
     products: int
     pixel_bytes: int
 
-    def values(self, *, recomputed: bool, frozen: Collection[str] = ()) -> int:
+    def values(self, *, recomputed: bool, frozen: Collection[str] = (), more: int = 0) -> int:
         """Returns the numbers of a patch that are kept; with ``recomputed`` only the inputs of blocks, and one block.
 
+        A block keeps ``more`` numbers beside its own.
         Blocks keep nothing if the tower is ``frozen``, and mergers keep nothing if the projector is frozen, too.
         """
         if VISION in frozen:
             return 0 if PROJECTOR in frozen else self.mergers
-        blocks = self.depth * self.hidden + self.block if recomputed else self.depth * self.block
+        block = self.block + more
+        blocks = self.depth * self.hidden + block if recomputed else self.depth * block
         return blocks + self.mergers + self.inputs
 
 
@@ -152,9 +154,10 @@ class ModelDimensions:
     """Holds the dimensions of a model.
 
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
-    The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate`` the query projection
-    also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with ``qk_norm`` query and
-    key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder, which include
+    The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate``
+    the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
+    ``qk_norm`` query and key heads have a norm. Norms are ``zero_centered`` if they multiply by 1 + their weight.
+    ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters of its encoder, which include
     ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio encoder's.
     ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
     (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
@@ -178,6 +181,8 @@ class ModelDimensions:
     output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: bool = True
+    zero_centered: bool = False
+    rotary: int = 0
     towers: Mapping[str, int] = field(default_factory=dict)
     projector: int = 0
     audio_projector: int = 0
@@ -329,6 +334,8 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         output_gate=architecture.output_gate,
         qkv_bias=architecture.qkv_bias,
         qk_norm=architecture.qk_norm,
+        zero_centered=architecture.zero_centered,
+        rotary=architecture.rotary_dim,
         towers=towers,
         audio_projector=0 if audio is None else audio_projector_parameters(values[audio.config_key]),
         projector=0 if vision is None else projector_parameters(values[vision.config_key]),

@@ -22,11 +22,17 @@ from relax_core.train.rehearsal.counts import Counts
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a rank and the layers of the model that it rehearses, with ``micro_batches`` micro-batches."""
+    """Names a rank and the layers of the model that it rehearses, with ``micro_batches`` micro-batches.
+
+    ``unit``, ``whole`` and ``template`` are as in `relax_core.train.rehearsal.rank.Units`.
+    """
 
     rank: int
     layers: int
     micro_batches: int
+    unit: int = 1
+    whole: int = 0
+    template: int | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +73,7 @@ def run_job(config: RelaxConfig, work: Workload, job: Job) -> Counts:
     """Returns the counts of one update of a rank. Raises ValueError if the trainer refuses the model or the layout."""
     from relax_core.families.folder import folder_architecture
     from relax_core.train.megatron_rank import rank_setup
-    from relax_core.train.rehearsal.rank import rehearse
+    from relax_core.train.rehearsal.rank import Units, rehearse
 
     with tempfile.TemporaryDirectory(prefix="relax-rehearsal-") as name:
         folder = Path(name)
@@ -76,7 +82,11 @@ def run_job(config: RelaxConfig, work: Workload, job: Job) -> Counts:
         groups = largest_micro_batch(config, work, media)
         setup = rank_setup(config, model_folder=folder, rank=job.rank, store_address="")
         return rehearse(
-            replace(setup, threads=1), [groups] * job.micro_batches, temperature=config.rollout.temperature, media=media
+            replace(setup, threads=1),
+            [groups] * job.micro_batches,
+            units=Units(layers=job.unit, whole=job.whole, template=job.template),
+            temperature=config.rollout.temperature,
+            media=media,
         )
 
 

@@ -24,7 +24,8 @@ from relax_core.config.saved_config import to_yaml_with_secrets
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.build_plan import Plan
 from relax_core.plan.context_length import planned_context
-from relax_core.plan.memory_plan import ENGINE_BYTES, PROCESS_BYTES, rank_phases
+from relax_core.plan.gpu_terms import fullest_stages, trainer_phases
+from relax_core.plan.memory_plan import ENGINE_BYTES, PROCESS_BYTES
 from relax_core.plan.memory_terms import GIB, stage_layers
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.rehearsal_child import Job, Reply, Request
@@ -73,22 +74,32 @@ class Rehearsal:
     seconds: float
 
     @property
+    def need(self) -> int:
+        """Returns the bytes of a GPU that the fullest rank and the processes need, with fragments if they are known."""
+        ranks = [rank.counts for rank in self.ranks]
+        return self.beside + max(max(counts.reserved or 0, counts.peak.bytes) for counts in ranks)
+
+    @property
     def fullest(self) -> RankRehearsal:
         """Returns the rank with the largest peak."""
         return max(self.ranks, key=lambda rank: rank.counts.peak.bytes)
 
     @property
     def fits(self) -> bool:
-        """Returns whether the reserved memory of every rank fits on its GPU."""
-        return max(rank.counts.reserved for rank in self.ranks) + self.beside <= self.limit
+        """Returns whether every rank fits on its GPU."""
+        return self.need <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Depths:
-    """Holds the layers of a chunk in the short models, ascending, and ``unit``, the layers after which kinds repeat."""
+    """Holds the layers of a chunk in the short models, ascending, and ``unit``, the layers after which kinds repeat.
+
+    ``template`` is the unit of the longer one that is repeated in its trace.
+    """
 
     short: tuple[int, ...]
     unit: int
+    template: int | None = None
 
 
 def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
@@ -100,10 +111,20 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
     parallel, model, work = config.parallel, plan.model, plan.work
     depths = find_depths(config, parallel, model)
     micro_batches = _micro_batches(parallel, work)
-    stages = _stages(parallel)
+    stages = fullest_stages(parallel)
     chunks = parallel.pp * parallel.vpp
     jobs = [
-        (stage, Job(rank=_first_rank(parallel, stage), layers=depth * chunks, micro_batches=micro_batches))
+        (
+            stage,
+            Job(
+                rank=_first_rank(parallel, stage),
+                layers=depth * chunks,
+                micro_batches=micro_batches,
+                unit=depths.unit,
+                whole=stage_layers(parallel, model, later=stage > 0) // parallel.vpp // depths.unit,
+                template=depths.template if depth == depths.short[-1] else None,
+            ),
+        )
         for stage in stages
         for depth in reversed(depths.short)
     ]
@@ -118,7 +139,7 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
         whole = of_stage[-1]
         if whole.layers != layers:
             whole = extrapolated(of_stage[0], of_stage[-1], layers=layers)
-        phases = rank_phases(config, model, work, stage=stage)
+        phases = trainer_phases(config, model, work, stage=stage)
         ranks.append(
             RankRehearsal(
                 rank=_first_rank(parallel, stage),
@@ -171,7 +192,8 @@ def find_depths(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimen
     unit = _period(config, model)
     least = -(-max(1, model.deepstack_layers) // unit) * unit
     own = {stage_layers(parallel, model, later=stage > 0) // parallel.vpp for stage in range(parallel.pp)}
-    short = (least, least + unit)
+    with_outputs = -(-model.deepstack_layers // unit)  # units that differ from others
+    short = (least, (with_outputs + 3) * unit)
     if any(chunk % unit for chunk in own):
         raise ValueError(
             f"plan=rehearse with parallel.pp={parallel.pp} parallel.vpp={parallel.vpp}: a chunk has {min(own)} layers, "
@@ -184,7 +206,7 @@ def find_depths(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimen
                 f"{min(own)} layers, and at least {short[1]} are needed. Set parallel.first_stage_layers=null."
             )
         return Depths(short=(min(own),), unit=unit)
-    return Depths(short=short, unit=unit)
+    return Depths(short=short, unit=unit, template=with_outputs + 1)
 
 
 def _period(config: RelaxConfig, model: ModelDimensions) -> int:
@@ -197,14 +219,6 @@ def _period(config: RelaxConfig, model: ModelDimensions) -> int:
         for period in range(1, model.layers + 1)
         if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds))
     )
-
-
-def _stages(parallel: ParallelConfig) -> list[int]:
-    """Returns the stages that can have the peak: both ends, and the second if it has more layers than the first."""
-    stages = {0, parallel.pp - 1}
-    if parallel.first_stage_layers is not None:
-        stages.add(1)
-    return sorted(stages)
 
 
 def _first_rank(parallel: ParallelConfig, stage: int) -> int:
@@ -235,7 +249,7 @@ def _reply(text: str, work: Workload, jobs: list[Job]) -> list[Counts]:
     environment = {**os.environ, VARIABLE: "meta", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *_python_path()])}
     request = msgspec.json.encode(Request(config=text, work=work, jobs=jobs))
     command = [sys.executable, "-m", "relax_core.plan.rehearsal_child"]
-    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, check=False)
+    done = subprocess.run(command, input=request, capture_output=True, env=environment, check=False)
     if done.returncode or not done.stdout:
         raise RuntimeError(
             f"the rehearsal of layers {[job.layers for job in jobs]} ended with exit code {done.returncode}:\n"
@@ -268,11 +282,10 @@ def as_text(rehearsal: Rehearsal) -> str:
 
 def _lines(rehearsal: Rehearsal) -> Iterator[str]:
     counts, room = rehearsal.fullest.counts, rehearsal.limit / GIB
-    need = max(rank.counts.reserved for rank in rehearsal.ranks) + rehearsal.beside
     verdict = "fits" if rehearsal.fits else "does not fit"
     yield (
-        f"{rehearsal.name}: the actor {verdict}. Its fullest rank reserves {need / GIB:.1f} GiB of {room:.1f} GiB, "
-        f"{rehearsal.beside / GIB:.0f} of them assumed for the processes."
+        f"{rehearsal.name}: the actor {verdict}. Its fullest rank needs {rehearsal.need / GIB:.1f} GiB of "
+        f"{room:.1f} GiB, {rehearsal.beside / GIB:.0f} of them assumed for the processes."
     )
     for rank in rehearsal.ranks:
         yield ""
@@ -287,9 +300,12 @@ def _rank_lines(rank: RankRehearsal, micro_batches: int) -> Iterator[str]:
     counts = rank.counts
     run = ", ".join(map(str, rank.rehearsed))
     how = f"extrapolated from {run}" if counts.layers not in rank.rehearsed else "all run"
-    yield f"Rank {rank.rank} (stage {rank.stage}): {counts.layers} layers, {how}; micro-batches of {counts.rows[0]:,} rows"
+    rows = f"micro-batches of {counts.rows[0]:,} rows"
+    yield f"Rank {rank.rank} (stage {rank.stage}): {counts.layers} layers, {how}; {rows}"
+    reserved = "is not known" if counts.reserved is None else _gib(counts.reserved)
     peak, error = counts.peak, rank.planned / counts.peak.bytes - 1
-    yield f"  peak {_gib(peak.bytes)} in {peak.phase}; reserved {_gib(counts.reserved)}; plan=true says {_gib(rank.planned)} ({error:+.1%})"
+    yield f"  peak {_gib(peak.bytes)} in {peak.phase}; reserved {reserved}"
+    yield f"  plan=true says {_gib(rank.planned)} ({error:+.1%})"
     for name, size in sorted(peak.by_category.items(), key=lambda pair: -pair[1]):
         if size >= GIB // 100:
             yield f"    {name:{_WIDTH}} {_gib(size)}"

@@ -108,9 +108,7 @@ def build_optimizer(
     overrides = get_standard_config_overrides(settings)
     if config.tower_lr is not None:
         overrides[ParamKey(attr=IN_TOWER)] = {"lr_mult": config.tower_lr / config.lr}
-    optimizer = get_megatron_optimizer(
-        settings, chunks, overrides, use_gloo_process_groups=not training_device().meta
-    )
+    optimizer = get_megatron_optimizer(settings, chunks, overrides, use_gloo_process_groups=not training_device().meta)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not installed

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from relax_core.train.rehearsal.allocator import FREED, GRAIN, Event
+from relax_core.train.rehearsal.timeline import Block, Mark
 
 aten = torch.ops.aten
 META = "meta"
@@ -108,7 +109,7 @@ class Counting(TorchDispatchMode):
     ``flops`` maps a phase to floating-point operations. ``messages`` maps (phase, collective, group, ranks) to
     `Messages`; collectives of host tensors have groups that begin with "host". ``host_reads`` maps a phase to the
     number of times at which the host waits for a number of the device. ``operators`` counts all operators. ``events``
-    is the trace of allocations for `CachingAllocator`.
+    is the trace of allocations for `CachingAllocator`, and ``marks`` are the blocks of layers in it.
     """
 
     def __init__(self) -> None:
@@ -121,6 +122,7 @@ class Counting(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
         self.operators = 0
         self.events: list[Event] = []
+        self.marks: list[Mark] = []
         self._phase = self._block = "build"
         self._section = SectionPeak()
         self._by_category: defaultdict[str, int] = defaultdict(int)
@@ -143,6 +145,8 @@ class Counting(TorchDispatchMode):
         self.messages.clear()
         self.host_reads.clear()
         self.operators = 0
+        self.events.clear()
+        self.marks.clear()
         self.switch(self._phase)
 
     # -- Phases and categories ------------------------------------------------------------------------------------
@@ -162,6 +166,10 @@ class Counting(TorchDispatchMode):
         self._phase, self._section = phase, SectionPeak()
         self.sections[len(self.sections), phase] = self._section
         self._note_peak()
+
+    def mark(self, block: Block | None) -> None:
+        """Begins a block of the trace; None: a part outside of the layers."""
+        self.marks.append((len(self.events), block))
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
         """Moves the memory of ``tensors`` to a category; otherwise its category is the phase that allocated it."""

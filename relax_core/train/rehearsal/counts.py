@@ -21,8 +21,6 @@ PIPELINE, REDUCE, OPTIMIZER = "pipeline", "reduce", "optimizer"
 ONCE = (REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
 
 
-
-
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the peak of a section in bytes; ``by_category`` are its parts."""
 
@@ -32,7 +30,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts the calls of a collective in a phase and a group of ``ranks`` ranks, and the bytes that this rank sends."""
+    """Counts the calls of a collective in a phase, in a group of ``ranks`` ranks; ``bytes`` are sent by this rank."""
 
     phase: str
     collective: str
@@ -50,16 +48,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what a rank with ``layers`` layers did in one update.
 
-    ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``allocated`` and
-    ``reserved`` are the peaks of the replay through the caching allocator, in bytes.
+    ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``before`` are the bytes
+    in use when the update begins. ``reserved_by_step`` are the bytes that the caching allocator reserves beside them
+    during the update of the whole model; None if the short model's trace was not lengthened.
     """
 
     layers: int
     rows: list[int]
     state: dict[str, int]
     sections: list[Section]
-    allocated: int
-    reserved: int
+    before: int
+    reserved_by_step: int | None
     flops: dict[str, int]
     messages: list[Message]
     host_reads: dict[str, int]
@@ -71,12 +70,17 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the section with the largest peak."""
         return max(self.sections, key=lambda section: section.bytes)
 
+    @property
+    def reserved(self) -> int | None:
+        """Returns the bytes that the caching allocator reserves for state and update, None if they are not known."""
+        return None if self.reserved_by_step is None else self.before + self.reserved_by_step
+
 
 def extrapolated(short: Counts, longer: Counts, *, layers: int) -> Counts:
     """Returns the counts of a rank with ``layers`` layers from those of two ranks with fewer layers.
 
-    The difference of reserved and allocated bytes is extrapolated, too, but is not exact, because fragments are not
-    linear. Raises ValueError if both ranks did not go through the same sections.
+    Fragments are not linear: the reserved bytes are those of the lengthened trace of ``longer``. Raises ValueError if
+    both ranks did not go through the same sections.
     """
     if [section.phase for section in short.sections] != [section.phase for section in longer.sections]:
         raise ValueError("the short models go through different sections, so the long one is not known")
@@ -103,15 +107,13 @@ def extrapolated(short: Counts, longer: Counts, *, layers: int) -> Counts:
         found.append(
             msgspec.structs.replace(message, calls=line(calls, message.calls), bytes=line(sent, message.bytes))
         )
-    peak = max(section.bytes for section in sections)
-    fragments = line(short.reserved - short.allocated, longer.reserved - longer.allocated)
     return Counts(
         layers=layers,
         rows=longer.rows,
         state=lines(short.state, longer.state),
         sections=sections,
-        allocated=peak,
-        reserved=peak + max(0, fragments),
+        before=line(short.before, longer.before),
+        reserved_by_step=longer.reserved_by_step,
         flops=lines(short.flops, longer.flops),
         messages=found,
         host_reads=lines(short.host_reads, longer.host_reads),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -19,7 +21,8 @@ from relax_core.train.megatron_rank import RankSetup, StepSums, counted_sums
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import create_optimizer_state, optimizer_tensors
 from relax_core.train.policy_backend import MegatronBackend
-from relax_core.train.rehearsal.allocator import CachingAllocator
+from relax_core.train.rehearsal.allocator import FREED, CachingAllocator
+from relax_core.train.rehearsal.counting import Counting, Routing
 from relax_core.train.rehearsal.counts import (
     ADAM,
     BETWEEN,
@@ -41,14 +44,33 @@ from relax_core.train.rehearsal.counts import (
     Message,
     Section,
 )
-from relax_core.train.rehearsal.counting import Counting, Routing
 from relax_core.train.rehearsal.stand_ins import FusedKernels, StageShapes, replace_gpu_parts, use_group_without_ranks
+from relax_core.train.rehearsal.timeline import Block, lengthened
 
+log = logging.getLogger(__name__)
 _TIMED = {"pack": PACK, "pipeline": PIPELINE, "reduce": REDUCE, "optimizer": OPTIMIZER}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Describes the layers of a chunk: kinds repeat after ``layers`` layers, which are a unit.
+
+    The whole model has ``whole`` units in a chunk. The trace of a shorter model is lengthened by repeating the unit
+    ``template``; None: the model has too few units for that, or all.
+    """
+
+    layers: int
+    whole: int
+    template: int | None
+
+
 def rehearse(
-    setup: RankSetup, batches: Sequence[Sequence[TokenTree]], *, temperature: float, media: MediaReader | None = None
+    setup: RankSetup,
+    batches: Sequence[Sequence[TokenTree]],
+    *,
+    units: Units,
+    temperature: float,
+    media: MediaReader | None = None,
 ) -> Counts:
     """Returns the counts of one update over ``batches``, the rank's micro-batches.
 
@@ -62,27 +84,28 @@ def rehearse(
     replace_gpu_parts(counting)
     try:
         with counting, FusedKernels(counting):
-            rank = RehearsedRank(setup, counting=counting, temperature=temperature, media=media)
+            rank = RehearsedRank(setup, counting=counting, unit=units.layers, temperature=temperature, media=media)
             create_optimizer_state(rank.optimizer)
             rank.name_state()
             state = counting.categories()
+            before = counting.now
             counting.clear_counts()
             with counting.during(BETWEEN):
                 rank.begin_step(0)
                 for groups in batches:
                     rank.accumulate(groups)
                 rank.finish_step()
-        allocator = CachingAllocator().replay(counting.events)
+        chunk = len(rank.models[0].decoder.layers)
         return Counts(
-            layers=sum(len(model.decoder.layers) for model in rank.models),
+            layers=chunk * len(rank.models),
             rows=[sum(group.computed_rows for group in groups) for groups in batches],
             state={category: state.get(category, 0) for category in STATE},
             sections=[
                 Section(phase=phase, bytes=peak.bytes, by_category=peak.by_category)
                 for (_, phase), peak in counting.sections.items()
             ],
-            allocated=allocator.peak_allocated,
-            reserved=allocator.peak_reserved,
+            before=before,
+            reserved_by_step=_reserved(counting, units, chunk=chunk),
             flops=dict(counting.flops),
             messages=[
                 Message(phase=phase, collective=kind, group=group, ranks=ranks, calls=found.calls, bytes=found.bytes)
@@ -96,11 +119,33 @@ def rehearse(
         process_group.leave()
 
 
+def _reserved(counting: Counting, units: Units, *, chunk: int) -> int | None:
+    """Returns the bytes that the step of the whole model reserves beside the state; None for a short model."""
+    events, have = counting.events, chunk // units.layers
+    if have != units.whole:
+        if units.template is None:
+            return None
+        try:
+            events = lengthened(events, counting.marks, units=have, template=units.template, wanted=units.whole)
+        except ValueError as error:
+            log.warning("the trace of %d units cannot be lengthened: %s", have, error)
+            return None
+    allocator = CachingAllocator()
+    known: set[int] = set()
+    for number, size in events:
+        if size != FREED:
+            known.add(number)
+            allocator.allocate(number, size)
+        elif number in known:  # What the step frees of the state stays reserved.
+            allocator.free(number)
+    return allocator.peak_reserved
+
+
 class RehearsedRank(MegatronBackend):
     """Runs the policy's rank and reports its phases; it loads no weights."""
 
     def __init__(
-        self, setup: RankSetup, *, counting: Counting, temperature: float, media: MediaReader | None = None
+        self, setup: RankSetup, *, counting: Counting, unit: int, temperature: float, media: MediaReader | None = None
     ) -> None:
         self._counting = counting
         self._trained: list[TokenTree] = []
@@ -109,8 +154,15 @@ class RehearsedRank(MegatronBackend):
         if experts is not None:
             counting.routing = Routing(experts=experts.count, per_row=experts.per_token)
         self._shapes = StageShapes(self.architecture.hidden_size)
+        self._passes = 0
         for model in self.models:
-            model.decoder.register_forward_pre_hook(self._begin_layers, with_kwargs=True)
+            decoder, last = model.decoder, len(model.decoder.layers) - 1
+            decoder.register_forward_pre_hook(self._begin_layers, with_kwargs=True)
+            for index, layer in enumerate(decoder.layers):
+                if index % unit == 0:
+                    layer.register_forward_pre_hook(partial(self._begin_unit, index // unit))
+                if index % unit == unit - 1:
+                    layer.register_forward_hook(partial(self._end_unit, index // unit, index == last))
 
     def load_weights(self, tensors: Iterable[Any]) -> None:
         """Leaves the weights without numbers."""
@@ -159,8 +211,23 @@ class RehearsedRank(MegatronBackend):
 
     def _begin_layers(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._counting.switch(LAYERS)
-        if kwargs.get("hidden_states") is not None:
-            self._switch_at_gradient(kwargs["hidden_states"], EMBEDDING_BACKWARD)
+        self._passes += 1
+        hidden = kwargs.get("hidden_states")
+        hidden = module.input_tensor if hidden is None else hidden
+        self._switch_at_gradient(hidden, EMBEDDING_BACKWARD)
+        self._mark_at_gradient(hidden, None)
+
+    def _begin_unit(self, unit: int, layer: Any, args: Any) -> None:
+        self._counting.mark(Block(self._passes, False, unit))
+
+    def _end_unit(self, unit: int, last: bool, layer: Any, args: Any, output: Any) -> None:
+        if last:
+            self._counting.mark(None)
+        self._mark_at_gradient(output[0], Block(self._passes, True, unit))
+
+    def _mark_at_gradient(self, tensor: Tensor, block: Block | None) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._counting.mark(block))
 
     def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Computes the loss and reports where its backward pass begins."""

@@ -83,6 +83,9 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            with self:  # torch turns the mode off inside of this function, and layers may be recomputed there.
+                return _backward(*args, **kwargs)
         if func is torch.tensor:
             return _tensor(*args, **kwargs)
         if func is torch.nn.functional.rms_norm and _on_device(args):
@@ -95,6 +98,10 @@ class FusedKernels(TorchFunctionMode):
         """Computes attention; ``query`` is ``[…, heads, rows, dim]``."""
         products = query.shape.numel() * key.shape[-2]
         return _Attention.apply(query, key, value, products, self._counting)
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None = None, **settings: Any) -> None:
+    torch.autograd.backward(tensor, gradient, **settings)
 
 
 def _on_device(args: Any) -> bool:
@@ -173,6 +180,8 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
     assert weight is None or weight.dtype == x.dtype, "other dtypes have no fused kernel"
     return _RmsNorm.apply(x, weight, len(normalized_shape))
