@@ -157,8 +157,9 @@ class ModelDimensions:
     The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate``
     the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
     ``qk_norm`` query and key heads have a norm. Norms are ``zero_centered`` if they multiply by 1 + their weight.
-    ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters of its encoder, which include
-    ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio encoder's.
+    ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters of its encoder,
+    which include ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio
+    encoder's.
     ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
     (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
     seconds in the audio tower.

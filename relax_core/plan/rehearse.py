@@ -109,7 +109,7 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
     if config.engine.context_length is None:
         config = planned_context(config)
     parallel, model, work = config.parallel, plan.model, plan.work
-    depths = find_depths(config, parallel, model)
+    depths = find_depths(config, model)
     micro_batches = _micro_batches(parallel, work)
     stages = fullest_stages(parallel)
     chunks = parallel.pp * parallel.vpp
@@ -128,7 +128,7 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
         for stage in stages
         for depth in reversed(depths.short)
     ]
-    found = _run(config, work, [job for _, job in jobs])
+    found = run_jobs(config, work, [job for _, job in jobs])
     ranks = []
     for stage in stages:
         of_stage = sorted(
@@ -183,13 +183,13 @@ def refuse_what_cannot_be(config: RelaxConfig, plan: Plan) -> None:
         )
 
 
-def find_depths(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> Depths:
+def find_depths(config: RelaxConfig, model: ModelDimensions) -> Depths:
     """Returns the layers of a chunk in two short models.
 
     The first chunk holds the layers with outputs of the vision tower, and every chunk whole periods of kinds of layers.
     If the model itself is hardly longer, or its chunks do not hold whole periods, it is run as it is.
     """
-    unit = _period(config, model)
+    parallel, unit = config.parallel, _period(model)
     least = -(-max(1, model.deepstack_layers) // unit) * unit
     own = {stage_layers(parallel, model, later=stage > 0) // parallel.vpp for stage in range(parallel.pp)}
     with_outputs = -(-model.deepstack_layers // unit)  # units that differ from others
@@ -209,7 +209,7 @@ def find_depths(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimen
     return Depths(short=short, unit=unit, template=with_outputs + 1)
 
 
-def _period(config: RelaxConfig, model: ModelDimensions) -> int:
+def _period(model: ModelDimensions) -> int:
     """Returns the number of layers after which the kinds of layers repeat."""
     if model.delta_net is None:
         return 1
@@ -232,7 +232,7 @@ def _micro_batches(parallel: ParallelConfig, work: Workload) -> int:
     return max(1, min(parallel.pp + 1, work.micro_batches))
 
 
-def _run(config: RelaxConfig, work: Workload, jobs: Sequence[Job]) -> list[Counts]:
+def run_jobs(config: RelaxConfig, work: Workload, jobs: Sequence[Job]) -> list[Counts]:
     """Returns the counts of each job; as many child processes run at a time as there are cores."""
     children = min(len(jobs), len(os.sched_getaffinity(0)))
     shares = [list(range(first, len(jobs), children)) for first in range(children)]

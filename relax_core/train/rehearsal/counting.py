@@ -77,6 +77,7 @@ class _StorageRef(weakref.ref[Any]):
     """Reports when a storage is freed; tensors that autograd has saved keep it alive like any others."""
 
     __slots__ = ("key",)
+    key: int
 
     def __new__(cls, storage: Any, callback: Any, key: int) -> _StorageRef:
         made = super().__new__(cls, storage, callback)
@@ -84,7 +85,7 @@ class _StorageRef(weakref.ref[Any]):
         return made
 
     def __init__(self, storage: Any, callback: Any, key: int) -> None:
-        super().__init__(storage, callback)
+        super().__init__(storage, callback)  # type: ignore[call-arg]
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ def replace_gpu_parts(counting: Counting) -> None:
     from torch.optim import adam
 
     tree_attention._kernel = lambda: _FlexKernel(counting)  # type: ignore[assignment]
-    hf_weights.agree_on_senders = lambda *args, **kwargs: []  # type: ignore[assignment]  # nothing is exported
+    hf_weights.agree_on_senders = lambda *args, **kwargs: []  # nothing is exported
     adam._device_dtype_check_for_fused = lambda *args, **kwargs: None  # It does not know META, which has the operator.
 
 

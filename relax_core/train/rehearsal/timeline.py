@@ -2,8 +2,9 @@
 
 Layers of one kind allocate and free the same sizes in the same order. A trace is divided into blocks, one for each pass
 over each unit (the layers after which the kinds repeat). The block of an inner unit is the template: it is repeated for
-every unit that the longer model has more. An allocation is named by its block and its order in it, so that a unit frees
-what the same unit or its neighbour allocated. The module imports no torch.
+every unit that the longer model has more. An allocation is named by its block and its order from the block's end, so
+that a unit frees what the same unit or its neighbour allocated. What only the first unit allocates (a buffer that all
+layers share) comes before the results that its neighbour frees. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -32,18 +33,11 @@ def lengthened(
 ) -> list[Event]:
     """Returns the trace of a rank whose chunks have ``wanted`` units, from that of chunks with ``units``.
 
-    ``template`` is an inner unit; the unit before it and the last unit allocate as it does. Raises ValueError if
-    they do not, so that the trace cannot be lengthened.
+    ``template`` is an inner unit. Raises ValueError if a unit would free an allocation of another size than the
+    template frees, so that the trace cannot be lengthened.
     """
     assert 0 < template < units - 1 <= wanted - 1, "the template is an inner unit"
-    segments = list(_segments(events, marks))
-    sizes = {block: [size for _, size in own if size != FREED] for block, own in segments if block is not None}
-    for block, own_sizes in sizes.items():
-        if block.unit == template:
-            for other in (template - 1, units - 1):
-                if sizes.get(block._replace(unit=other)) != own_sizes:
-                    raise ValueError(f"unit {other} allocates other sizes than unit {template}")
-    return _Longer(segments, template=template, more=wanted - units).events()
+    return _Longer(list(_segments(events, marks)), template=template, more=wanted - units).events()
 
 
 def _segments(events: Sequence[Event], marks: Sequence[Mark]) -> Iterator[tuple[Block | None, Sequence[Event]]]:
@@ -57,8 +51,10 @@ class _Longer:
     def __init__(self, segments: Sequence[tuple[Block | None, Sequence[Event]]], *, template: int, more: int) -> None:
         self._segments, self._template, self._more = segments, template, more
         self._owner: dict[int, _Name] = {}
+        self._sizes: dict[int, int] = {}  # of the allocations of the short model
         self._numbers: dict[_Name, int] = {}
         self._made: list[Event] = []
+        self._made_sizes: dict[int, int] = {}
 
     def events(self) -> list[Event]:
         for block, own in self._segments:
@@ -75,9 +71,10 @@ class _Longer:
 
     def _own(self, block: Block | None, own: Sequence[Event]) -> None:
         """Names the allocations of a segment."""
-        allocated = [number for number, size in own if size != FREED]
-        for order, number in enumerate(allocated):
+        allocated = [(number, size) for number, size in own if size != FREED]
+        for order, (number, size) in enumerate(allocated, start=-len(allocated)):
             self._owner[number] = number if block is None else (block, order)
+            self._sizes[number] = size
 
     def _moved(self, unit: int) -> int:
         """Returns the unit of the longer model for a unit that is not the template."""
@@ -85,7 +82,7 @@ class _Longer:
 
     def _inside(self, block: Block, own: Sequence[Event], *, unit: int) -> None:
         """Adds a block as that of ``unit`` of the longer model."""
-        order = 0
+        order = -sum(size != FREED for _, size in own)
         for number, size in own:
             if size != FREED:
                 self._allocate((block._replace(unit=unit), order), size)
@@ -95,9 +92,9 @@ class _Longer:
             if isinstance(name, tuple):
                 its, place = name
                 # A neighbour stays a neighbour.
-                self._free((its._replace(unit=unit + its.unit - block.unit), place))
+                self._free((its._replace(unit=unit + its.unit - block.unit), place), self._sizes[number])
             elif name is not None:
-                self._free(name)
+                self._free(name, self._sizes[number])
 
     def _outside(self, own: Sequence[Event]) -> None:
         for number, size in own:
@@ -107,19 +104,20 @@ class _Longer:
             elif isinstance(name, tuple):
                 its, place = name
                 if its.unit != self._template:
-                    self._free((its._replace(unit=self._moved(its.unit)), place))
+                    self._free((its._replace(unit=self._moved(its.unit)), place), self._sizes[number])
                     continue
                 for unit in range(self._template, self._template + self._more + 1):
-                    self._free((its._replace(unit=unit), place))
+                    self._free((its._replace(unit=unit), place), self._sizes[number])
             elif name is not None:
-                self._free(name)
+                self._free(name, self._sizes[number])
 
     def _allocate(self, name: _Name, size: int) -> None:
-        self._numbers[name] = len(self._made)
-        self._made.append((len(self._made), size))
+        number = len(self._made)
+        self._numbers[name], self._made_sizes[number] = number, size
+        self._made.append((number, size))
 
-    def _free(self, name: _Name) -> None:
+    def _free(self, name: _Name, size: int) -> None:
         number = self._numbers.pop(name, None)
-        if number is None:
-            raise ValueError(f"{name} is freed twice, or was not allocated")
+        if number is None or self._made_sizes[number] != size:
+            raise ValueError(f"{name} is not an allocation of {size} bytes that is in use")
         self._made.append((number, FREED))
