@@ -191,7 +191,7 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
         (["parallel.forward.tp=2"], "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2."),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
         (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
-        (["placement.gpu_memory_gib=24"], "actor: backward needs"),
+        (["placement.gpu_memory_gib=24"], "actor: head needs"),
         (["placement.gpu_memory_gib=0"], "how much memory has a GPU?"),
         (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
         (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=2."),

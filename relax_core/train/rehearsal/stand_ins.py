@@ -84,8 +84,8 @@ class FusedKernels(TorchFunctionMode):
         """Runs one function of torch."""
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            with self:  # torch turns the mode off inside of this function, and layers may be recomputed there.
-                return _backward(*args, **kwargs)
+            with self:  # torch turns the mode off inside of this function, but layers may be recomputed there.
+                return _run_backward(args[0])
         if func is torch.tensor:
             return _tensor(*args, **kwargs)
         if func is torch.nn.functional.rms_norm and _on_device(args):
@@ -100,8 +100,17 @@ class FusedKernels(TorchFunctionMode):
         return _Attention.apply(query, key, value, products, self._counting)
 
 
-def _backward(tensor: Tensor, gradient: Tensor | None = None, **settings: Any) -> None:
-    torch.autograd.backward(tensor, gradient, **settings)
+def _run_backward(loss: Tensor) -> None:
+    """Runs autograd like `Tensor.backward` for a number, without the functions that torch overrides."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors=(loss,),
+        grad_tensors=(torch.ones_like(loss),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _on_device(args: Any) -> bool:
