@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.config.choices import Recompute
+from relax_core.config.choices import PROJECTOR, VISION, Recompute
 from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory_terms import (
@@ -28,6 +28,8 @@ from relax_core.train.parallel_layout import LOGPROB_CHUNK_ROWS
 
 _LONG = 8  # bytes of an int64
 _ROTARY_TABLES = 4  # cosines and sines, for queries and for keys
+_MERGER = 3  # a tower's merger keeps its input or the normed input, and both widths, in widths of a patch
+_FEATURE_GRADIENTS = 3  # of all features, with those that a rank uses
 _RULE = 32  # float32 numbers that torch's gated delta rule keeps for each number of its values, in chunks of 64 rows
 
 
@@ -144,6 +146,8 @@ def trainer_phases(
         "one layer again": round(rows * again),
         "temporaries": round(rows * temporary) + waiting,
     }
+    if stage == 0 and parallel.recompute is Recompute.full and (block := _tower_block(config, model, work)):
+        phases["towers backward"] = {**state, **held, **block}
     phases["optimizer"] = {**state, "largest gradient": matrix * FLOAT if ends else 0}
     return phases
 
@@ -184,15 +188,35 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload) -> i
 def _tower_terms(config: RelaxConfig, model: ModelDimensions, work: Workload, *, flight: float) -> dict[str, int]:
     """Returns the memory of a micro-batch's tower activations, and of its features and deepstack rows.
 
-    On a GPU a block keeps one copy more of its patches than on a CPU, where the rotated heads need no conversion.
+    With full recomputation the blocks keep their inputs; the parts of a block are in `_tower_block`.
     """
     if model.patches is None or work.media is None:
         return {}
     parallel, cost, size = config.parallel, model.patches, dtype_bytes(config)
-    recomputed, patches = parallel.recompute is Recompute.full, patches_of_rank(parallel, work)
-    kept = cost.values(recomputed=recomputed, frozen=frozen_parts(config), more=cost.hidden)
+    frozen, patches = frozen_parts(config), patches_of_rank(parallel, work)
+    mergers = 0 if PROJECTOR in frozen else _MERGER * cost.hidden * cost.features // model.hidden
+    blocks = 0
+    if VISION not in frozen:
+        a_block = cost.hidden if parallel.recompute is Recompute.full else cost.block + cost.hidden
+        blocks = cost.depth * a_block + cost.inputs + cost.hidden
+    kept = blocks + mergers
     features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
     return {
         "tower activations": round(flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
         "features": round(flight * features) * size,
+    }
+
+
+def _tower_block(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
+    """Returns the memory of the backward pass of one recomputed tower block, and of the gradients of the features.
+
+    The gradients of a block are as wide as its MLP and twice its patches.
+    """
+    if model.patches is None or work.media is None or VISION in frozen_parts(config):
+        return {}
+    cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(config.parallel, work)
+    features = patches_of_micro_batch(config.parallel, work) // cost.a_row * cost.features
+    return {
+        "one tower block again": patches * (cost.block + cost.hidden) * size,
+        "temporaries": (patches * (cost.wide + 2 * cost.hidden) + _FEATURE_GRADIENTS * features) * size,
     }

@@ -88,6 +88,9 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
     )
 
 
+_BLOCK_WIDTHS = 10  # numbers that a block keeps besides those of its MLP, in widths of a patch
+
+
 @dataclass(frozen=True, kw_only=True)
 class PatchCost:
     """Holds how many numbers a vision tower of ``depth`` blocks keeps of one patch for its backward pass.
@@ -108,16 +111,19 @@ class PatchCost:
     products: int
     pixel_bytes: int
 
-    def values(self, *, recomputed: bool, frozen: Collection[str] = (), more: int = 0) -> int:
+    @property
+    def wide(self) -> int:
+        """Returns the width of a block's MLP."""
+        return (self.block - _BLOCK_WIDTHS * self.hidden) // 2
+
+    def values(self, *, recomputed: bool, frozen: Collection[str] = ()) -> int:
         """Returns the numbers of a patch that are kept; with ``recomputed`` only the inputs of blocks, and one block.
 
-        A block keeps ``more`` numbers beside its own.
         Blocks keep nothing if the tower is ``frozen``, and mergers keep nothing if the projector is frozen, too.
         """
         if VISION in frozen:
             return 0 if PROJECTOR in frozen else self.mergers
-        block = self.block + more
-        blocks = self.depth * self.hidden + block if recomputed else self.depth * block
+        blocks = self.depth * self.hidden + self.block if recomputed else self.depth * self.block
         return blocks + self.mergers + self.inputs
 
 
@@ -134,7 +140,7 @@ def patch_cost(values: Mapping[str, Any]) -> PatchCost:
     return PatchCost(
         depth=values["depth"],
         hidden=hidden,
-        block=10 * hidden + 2 * wide,
+        block=_BLOCK_WIDTHS * hidden + 2 * wide,
         mergers=mergers * (5 * hidden + out // merge),
         inputs=patch + hidden,
         a_row=merge,

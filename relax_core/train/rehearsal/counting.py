@@ -139,6 +139,11 @@ class Counting(TorchDispatchMode):
             aten.equal.default: lambda func, args, kwargs: True,
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: nothing is compiled here, and torch would wrap every call to turn compilation off."""
+        return False
+
     def clear_counts(self) -> None:
         """Forgets all counts and peaks, but not the memory that is in use."""
         self.sections.clear()
