@@ -187,7 +187,8 @@ def find_depths(config: RelaxConfig, model: ModelDimensions) -> Depths:
     """Returns the layers of a chunk in two short models.
 
     The first chunk holds the layers with outputs of the vision tower, and every chunk whole periods of kinds of layers.
-    If the model itself is hardly longer, or its chunks do not hold whole periods, it is run as it is.
+    If the model itself is hardly longer it is run as it is. Raises ValueError (key, value, fix) if its chunks do not
+    hold whole periods, or if its stages differ and one of them is too short.
     """
     parallel, unit = config.parallel, _period(model)
     least = -(-max(1, model.deepstack_layers) // unit) * unit

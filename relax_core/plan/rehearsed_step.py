@@ -135,7 +135,8 @@ def largest_micro_batch(config: RelaxConfig, work: Workload, media: PlannedMedia
 
     Prompts and responses are as long as the plan counts them; the last group is shorter, so that the rows are filled.
     """
-    branch, items = work.episode_rows - work.prompt_tokens, [] if media is None else list(media.items)
+    branch = work.episode_rows - work.prompt_tokens
+    items: list[MediaItem] = [] if media is None else list(media.items)
     left, trees = work.micro_batch_rows, list[TokenTree]()
     while left > 1:
         prompt = min(work.prompt_tokens, max(1, left - branch))
