@@ -32,11 +32,11 @@ from relax_core.plan.rehearsal_child import Job, Reply, Request
 from relax_core.plan.workload import Workload
 from relax_core.roles.process_placement import roles_of
 from relax_core.train.device import VARIABLE
-from relax_core.train.rehearsal.counts import ONCE, Counts, Section, extrapolated
+from relax_core.train.rehearsal.counts import ONCE, REDUCE, Counts, Section, extrapolated
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINED_ROLES = ("actor",)
 FORWARD_ROLES = ("critic", "reference", "actor_fwd", "teacher")  # roles with a model of torch that are not rehearsed
+_DATA_PARALLEL = "DATA_PARALLEL"  # in the names of Megatron's groups
 _WIDTH = 34
 
 
@@ -340,8 +340,10 @@ def _by_group(counts: Counts, scale: float) -> Mapping[tuple[str, str], tuple[fl
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for message in counts.messages:
         sums = found[message.collective, message.group.replace("_PARALLEL_GROUP", "").replace("_", " ").lower()]
-        sums[0] += _of_step(message.calls, message.phase, scale)
-        sums[1] += _of_step(message.bytes, message.phase, scale)
+        # Gradients and parameters travel once in an update, with parallel.overlap during the passes.
+        phase = REDUCE if _DATA_PARALLEL in message.group else message.phase
+        sums[0] += _of_step(message.calls, phase, scale)
+        sums[1] += _of_step(message.bytes, phase, scale)
     return {key: (calls, sent) for key, (calls, sent) in sorted(found.items(), key=lambda pair: -pair[1][1])}
 
 
