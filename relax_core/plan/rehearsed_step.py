@@ -107,7 +107,7 @@ def planned_media(config: RelaxConfig, work: Workload, architecture: Architectur
         return None
     merged = tower.merge_size**2
     rows, most = patches_of_micro_batch(config.parallel, work) // merged, work.media.item_patches // merged
-    items, frames = [], {}
+    items, frames = list[MediaItem](), dict[str, np.ndarray]()
     while rows:
         size = min(rows, most)
         rows -= size
