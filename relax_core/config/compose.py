@@ -114,6 +114,18 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
 
     Raises `ConfigError`.
     """
+    return to_run_config(_of_yaml(text), checks=checks)
+
+
+def planned_config_from_yaml(text: str) -> RelaxConfig:
+    """Reads the YAML of a configuration that can be planned, but not started; it is not validated again.
+
+    Raises `ConfigError`.
+    """
+    return typed_config(_of_yaml(text))
+
+
+def _of_yaml(text: str) -> DictConfig:
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
         root[kind] = DictConfig({}, flags={"struct": False})
@@ -125,7 +137,7 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
     except (OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
     assert isinstance(merged, DictConfig)
-    return to_run_config(merged, checks=checks)
+    return merged
 
 
 def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None) -> RelaxConfig:

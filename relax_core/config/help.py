@@ -152,7 +152,7 @@ Common keys
   run.steps                train steps
   run.dir                  the run's folder
   resume                   auto, or a checkpoint's folder
-  plan                     true: print what would run and stop | json: the same for a program
+  plan                     true: print what would run and stop | json: the same for a program | rehearse: docs/plan.md
   optimizer.lr             learning rate
   algo.group_size          samples per prompt
   rollout.prompts_per_step prompts per train step

@@ -525,7 +525,7 @@ class RelaxConfig:
     name: str = MISSING
     seed: int = MISSING
     resume: str | None = None  # null | "auto" | a checkpoint folder
-    plan: bool | str = MISSING  # false | true | "json": print the plan and do not run
+    plan: bool | str = MISSING  # one of `PLANS` in validate.py: print the plan, or rehearse, instead of running
     algo: Any = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     modality: ModalityConfig = field(default_factory=ModalityConfig)

@@ -161,7 +161,7 @@ _BUILT = {
     "modality": ("auto", "text"),
     "gateway": ("none", "local"),
 }
-PLANS = (False, True, "json")
+PLANS = (False, True, "json", "rehearse", "rehearse_json")
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 1024  # limits of the engines
 EVAL_SOURCE = "eval"  # the source name of evaluation records
 _MAX_DIVISOR = 1024  # largest divisor that a message names
@@ -182,7 +182,7 @@ def _check_plan(config: RelaxConfig) -> Iterator[str]:
     if not config.name.strip():
         yield f"name={config.name}: it is empty, but the run's folder needs a name. Give a name, or leave it out."
     if config.plan not in PLANS:
-        yield f"plan={config.plan}: expected true, json or false."
+        yield f"plan={config.plan}: expected true, json, rehearse, rehearse_json or false."
 
 
 def _check_names(config: RelaxConfig) -> Iterator[str]:

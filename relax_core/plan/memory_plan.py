@@ -14,6 +14,7 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
+from relax_core.plan.gpu_terms import fullest_stages, trainer_phases
 from relax_core.plan.memory_terms import (
     FLOAT,
     GIB,
@@ -458,21 +459,16 @@ def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
 
 
 def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
-    """Returns the memory phases of the pipeline stage with the largest peak."""
-    stages = [_stage_phases(config, model, work, later=later) for later in stages_of(config.parallel)]
+    """Returns the phases of the pipeline stage with the largest peak."""
+    stages = [_stage_phases(config, model, work, stage=stage) for stage in fullest_stages(config.parallel)]
     return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
 
 
-def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, later: bool) -> tuple[Phase, ...]:
-    parallel = config.parallel
-    state = {"process": PROCESS_BYTES, **state_terms(config, parallel, model, later=later)}
-    activations = activation_terms(config, parallel, model, work, later=later)
-    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
-    backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, stage: int) -> tuple[Phase, ...]:
+    state = {"process": PROCESS_BYTES, **state_terms(config, config.parallel, model, later=stage > 0)}
+    phases = trainer_phases(config, model, work, stage=stage)
     return (
-        Phase(name="forward", terms=state | forward),
-        Phase(name="backward", terms=state | backward),
-        Phase(name="optimizer", terms=state),
+        *(Phase(name=name, terms=_with_fragments(state, terms)) for name, terms in phases.items()),
         Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}),
     )
 
@@ -536,7 +532,7 @@ def _gpu_forward(
     passing = forward_terms(config, parallel, model, work)
     passing["logits chunk"] = head_bytes(config, model, work, split=parallel.tp)
     state = {"process": PROCESS_BYTES, "weights": share_of(parallel, model).parameters * dtype_bytes(config)}
-    phases = [Phase(name="forward", terms=state | _with_fragments(passing))]
+    phases = [Phase(name="forward", terms=_with_fragments(state, passing))]
     if role == "actor_fwd":
         phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
     room = f"Give it more GPUs: placement.roles.{role}={2 * count} parallel.{role}.tp={2 * parallel.tp}"
@@ -574,9 +570,11 @@ def _shared(
 
 
 def _with_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
-    """Returns the trainer's phases; an engine without weights and cache stays on the same GPU."""
-    return [Phase(name=phase.name, terms={**phase.terms, "engine process": ENGINE_BYTES}) for phase in phases[:3]]
+    """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
+    return [Phase(name=phase.name, terms={**phase.terms, "engine process": ENGINE_BYTES}) for phase in phases[:-1]]
 
 
-def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:
-    return {**terms, "fragments": round(FRAGMENTS * sum(terms.values()))}
+def _with_fragments(state: Mapping[str, int], terms: Mapping[str, int]) -> dict[str, int]:
+    """Returns the terms with fragments of those that are not state."""
+    passing = sum(size for name, size in terms.items() if name not in state)
+    return {**state, **terms, "fragments": round(FRAGMENTS * passing)}

@@ -183,8 +183,8 @@ FEATURE_COPIES = 2  # the towers' outputs of all items, and the output rows that
 class RankParameters:
     """Holds the parameter counts of one rank.
 
-    ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` parameters (the vision
-    and audio towers) are on every rank of the first stage.
+    ``dense`` parameters are divided by tp (routers are not) and pp, ``experts`` by ep, etp and pp; ``whole`` parameters
+    (the vision and audio towers) are on every rank of the first stage.
     """
 
     dense: int
@@ -204,7 +204,7 @@ def trained_share(
     share = share_of(layout, model, later=later)
     towers: Mapping[str, int] = {} if later else model.towers
     projectors = {"vision": model.projector, "audio": model.audio_projector}
-    routers = model.router_parameters * stage_layers(layout, model, later=later) // (model.layers * layout.tp)
+    routers = model.router_parameters * stage_layers(layout, model, later=later) // model.layers
     language = 0 if LANGUAGE in frozen else share.dense - routers
     whole = share.whole - (PROJECTOR in frozen) * sum(projectors[part] for part in towers)
     whole -= sum(towers[part] - projectors[part] for part in (VISION, AUDIO) if part in frozen and part in towers)
@@ -242,8 +242,9 @@ def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> 
     matrices = model.embedding_matrices if layout.pp == 1 else 1
     embeddings = matrices * model.vocabulary * model.hidden
     layers = stage_layers(layout, model, later=later)
+    routers = model.router_parameters * layers // model.layers  # every tp rank has them
     return RankParameters(
-        dense=(model.layer_parameters * layers // model.layers + embeddings) // layout.tp,
+        dense=(model.layer_parameters * layers // model.layers - routers + embeddings) // layout.tp + routers,
         experts=model.expert_parameters * layers // (model.layers * layout.ep * layout.etp),
         whole=0 if later else model.tower_parameters,
     )
@@ -272,21 +273,21 @@ def activation_terms(
 ) -> dict[str, int]:
     """Returns the memory of the backward passes of a rank of the first stage, or with ``later`` of the second stage."""
     size, cp = dtype_bytes(config), parallel.cp
-    in_flight = _in_flight(parallel, work, later=later)
+    flight = in_flight(parallel, work, stage=int(later))
     rows = work.micro_batch_rows // cp
     layers = stage_layers(parallel, model, later=later)
     a_layer = rows * row_values(config, parallel, model) * size
     if parallel.recompute is Recompute.full:  # saved: the input of each layer, and the activations of one layer
         inputs = rows * model.hidden * size // (parallel.tp if parallel.sequence_parallel else 1)
-        activations = round(in_flight * layers * inputs) + a_layer
+        activations = round(flight * layers * inputs) + a_layer
     else:
-        activations = round(in_flight * layers * a_layer)
-    terms = {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
-    return terms if later else terms | _tower_terms(config, parallel, model, work, in_flight=in_flight)
+        activations = round(flight * layers * a_layer)
+    terms = {"activations": activations, "attention mask": round(flight * mask_bytes(config, parallel, work))}
+    return terms if later else terms | _tower_terms(config, parallel, model, work, flight=flight)
 
 
 def _tower_terms(
-    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, in_flight: float
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, flight: float
 ) -> dict[str, int]:
     """Returns the memory of a micro-batch's tower activations, features, deepstack rows and mapped frames."""
     if model.patches is None or work.media is None:
@@ -295,8 +296,8 @@ def _tower_terms(
     kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=frozen_parts(config))
     features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
     return {
-        "tower activations": round(in_flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
-        "features": round(in_flight * FEATURE_COPIES * features) * size,
+        "tower activations": round(flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
+        "features": round(flight * FEATURE_COPIES * features) * size,
         "frames": round(work.media_prompts * work.media.nbytes),
     }
 
@@ -348,14 +349,16 @@ def forward_terms(
     return terms
 
 
-def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> float:
-    """Returns the number of micro-batches with activations on the first stage, with 1F1B or the interleaved schedule.
+def in_flight(parallel: ParallelConfig, work: Workload, *, stage: int = 0) -> float:
+    """Returns the micro-batches whose activations a stage holds, with 1F1B or the interleaved schedule.
 
-    With ``later`` returns the number on the second stage, which is one less with 1F1B.
+    The interleaved schedule counts chunks: those of the warm-up, and one more.
     """
+    behind = parallel.pp - 1 - stage
     if parallel.vpp == 1:
-        return min(parallel.pp - later, work.micro_batches)
-    return min(parallel.pp * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)), work.micro_batches)
+        return min(behind + 1, work.micro_batches)
+    chunks = 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
+    return min(chunks / parallel.vpp, work.micro_batches)
 
 
 ENCODE_WORKER = 51  # MiB of an encode worker process after its imports

@@ -88,6 +88,9 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
     )
 
 
+_BLOCK_WIDTHS = 10  # numbers that a block keeps besides those of its MLP, in widths of a patch
+
+
 @dataclass(frozen=True, kw_only=True)
 class PatchCost:
     """Holds how many numbers per patch a vision tower of ``depth`` blocks saves for the backward pass.
@@ -108,6 +111,11 @@ class PatchCost:
     features: int
     products: int
     pixel_bytes: int
+
+    @property
+    def wide(self) -> int:
+        """Returns the width of a block's MLP."""
+        return (self.block - _BLOCK_WIDTHS * self.hidden) // 2
 
     def values(self, *, recomputed: bool, frozen: Collection[str] = ()) -> int:
         """Returns how many numbers are saved per patch.
@@ -136,7 +144,7 @@ def patch_cost(values: Mapping[str, Any]) -> PatchCost:
     return PatchCost(
         depth=values["depth"],
         hidden=hidden,
-        block=10 * hidden + 2 * wide,
+        block=_BLOCK_WIDTHS * hidden + 2 * wide,
         mergers=mergers * (5 * hidden + out // merge),
         inputs=patch + hidden,
         a_row=merge,
@@ -155,14 +163,16 @@ _LONG_SOUND = 3000  # frames of 30 seconds
 class ModelDimensions:
     """Holds the dimensions of a model.
 
-    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, or 0 with experts.
-    ``delta_layers`` is the number of layers with ``delta_net`` in place of attention. With ``output_gate`` the query
-    projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
-    ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder.
-    This includes the projectors: ``projector`` parameters of vision and ``audio_projector`` parameters of audio.
-    ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications for one
-    row (`relax_core.families.towers.row_products`). ``audio_frame_products`` counts the audio tower's multiplications
-    for one frame of a sound of 30 seconds.
+    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
+    The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate``
+    the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
+    ``qk_norm`` query and key heads have a norm. Norms are ``zero_centered`` if they multiply by 1 + their weight.
+    ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters of its encoder,
+    which include ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio
+    encoder's.
+    ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
+    (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
+    seconds in the audio tower.
     """
 
     name: str
@@ -178,10 +188,12 @@ class ModelDimensions:
     tied_embeddings: bool
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
-    delta_layers: int = 0
+    delta_layer_numbers: tuple[int, ...] = ()
     output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: bool = True
+    zero_centered: bool = False
+    rotary: int = 0
     towers: Mapping[str, int] = field(default_factory=dict)
     projector: int = 0
     audio_projector: int = 0
@@ -199,6 +211,11 @@ class ModelDimensions:
     def key(self) -> int:
         """Returns the width of all key heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def delta_layers(self) -> int:
+        """Returns the number of layers with a gated delta net."""
+        return len(self.delta_layer_numbers)
 
     @property
     def full_attention_layers(self) -> int:
@@ -324,10 +341,12 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         tied_embeddings=architecture.tie_word_embeddings,
         experts=experts,
         delta_net=architecture.delta_net,
-        delta_layers=len(architecture.delta_layers),
+        delta_layer_numbers=architecture.delta_layers,
         output_gate=architecture.output_gate,
         qkv_bias=architecture.qkv_bias,
         qk_norm=architecture.qk_norm,
+        zero_centered=architecture.zero_centered,
+        rotary=architecture.rotary_dim,
         towers=towers,
         audio_projector=0 if audio is None else audio_projector_parameters(values[audio.config_key]),
         projector=0 if vision is None else projector_parameters(values[vision.config_key]),

@@ -1,4 +1,4 @@
-"""Executes plan=true and plan=json, and makes the plan at the start of every run."""
+"""Executes plan=true, plan=json and plan=rehearse, and makes the plan before every run."""
 
 from __future__ import annotations
 
@@ -14,30 +14,42 @@ from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
 from relax_core.plan.build_plan import Plan, as_json_values, as_text, make_plan
+from relax_core.plan.rehearse import Rehearsal, rehearse
+from relax_core.plan.rehearse import as_json_values as rehearsal_values
+from relax_core.plan.rehearse import as_text as rehearsal_text
 from relax_core.plan.unused_keys import warn_of_unused
 from relax_core.server.order_types import PLAN_FILE
 
 CANNOT_WORK = 1
+REHEARSALS = ("rehearse", "rehearse_json")
 
 
 def show_plan(config: RelaxConfig, problems: Sequence[str], *, overrides: Sequence[str] = ()) -> int:
     """Prints the plan, and returns the exit code. ``problems`` are the problems that the start checks found.
 
-    Prints a warning for each unused override. The code is 0 if the run can work, even if it cannot start yet; the plan
-    then begins with the reasons. The code is 1 if the run cannot work; the plan then has the fixes.
+    Overrides that nothing reads get a warning. The code is 0 for a layout that works, also if it cannot start yet; the
+    plan then says so first. It is 1 for a layout that cannot work; the plan then has the fixes. With plan=rehearse the
+    actor is rehearsed instead, and the code is 1 if it does not fit on its GPUs.
     """
     mistakes = [problem for problem in problems if not isinstance(problem, NotYet)]
+    rehearsal: Rehearsal | None = None
     if not mistakes:
         try:
             plan = _with_resume(make_plan(config, problems), config)
+            if config.plan in REHEARSALS:
+                rehearsal = rehearse(config, plan)
         except (ValueError, OSError) as error:
             mistakes = [str(error)]
     if mistakes:
-        if config.plan == "json":
+        if config.plan in ("json", "rehearse_json"):
             print(json.dumps({"refused": mistakes, "can_work": False, "can_start": False}, indent=2))
         print(ConfigError(mistakes).report(), file=sys.stderr)
         return CANNOT_WORK
     warn_of_unused(plan.unread, overrides)
+    if rehearsal is not None:
+        as_json = config.plan == "rehearse_json"
+        print(json.dumps(rehearsal_values(rehearsal), indent=2) if as_json else rehearsal_text(rehearsal))
+        return 0 if rehearsal.fits else CANNOT_WORK
     print(json.dumps(as_json_values(plan), indent=2) if config.plan == "json" else as_text(plan))
     return CANNOT_WORK if plan.refused else 0
 

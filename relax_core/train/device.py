@@ -37,6 +37,11 @@ class Device:
         return self.type == "cuda"
 
     @property
+    def meta(self) -> bool:
+        """Returns True if tensors have shapes without numbers, so that there are no other ranks (plan=rehearse)."""
+        return self.type == "meta"
+
+    @property
     def torch(self) -> torch.device:
         """Returns the torch device of the parameters, with CUDA the current device of this process."""
         import torch

@@ -6,7 +6,7 @@ it. `model.freeze` names the frozen parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION
 from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.families.architecture import Architecture
+from relax_core.train.device import training_device
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.hf.weight_rules import AUDIO as AUDIO_PREFIX
 from relax_core.train.hf.weight_rules import VISION as VISION_PREFIX
@@ -107,7 +108,7 @@ def build_optimizer(
     overrides = get_standard_config_overrides(settings)
     if config.tower_lr is not None:
         overrides[ParamKey(attr=IN_TOWER)] = {"lr_mult": config.tower_lr / config.lr}
-    optimizer = get_megatron_optimizer(settings, chunks, overrides)
+    optimizer = get_megatron_optimizer(settings, chunks, overrides, use_gloo_process_groups=not training_device().meta)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
         if "fused" in group:  # torch's AdamW, if Transformer Engine's is not installed
@@ -137,7 +138,7 @@ class AdamState:
 def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
     """Returns the state of the ``parameters`` that this rank updates; the state exists after the first update."""
     found = {}
-    for wrapped in chained_optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for parameter in parameters:
             main, start = _main_weight(wrapped, parameter)
             if main is None or main not in wrapped.optimizer.state:
@@ -157,7 +158,7 @@ def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor
 
     Float32 parameters and frozen parameters have no copy and stay unchanged.
     """
-    for wrapped in chained_optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for parameter, weight in weights.items():
             main, start = _main_weight(wrapped, parameter)
             if main is not None and main is not parameter:
@@ -181,7 +182,7 @@ def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | 
 
 def updates_done(optimizer: Any) -> int:
     """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
-    for wrapped in chained_optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             if "step" in group:
                 return int(group["step"])
@@ -192,7 +193,7 @@ def updates_done(optimizer: Any) -> int:
 
 def set_updates_done(optimizer: Any, updates: int) -> None:
     """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
-    for wrapped in chained_optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         if not isinstance(wrapped.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for group in wrapped.optimizer.param_groups:
                 group["step"] = updates
@@ -202,7 +203,7 @@ def set_updates_done(optimizer: Any, updates: int) -> None:
 
 def create_optimizer_state(optimizer: Any) -> None:
     """Gives every parameter without Adam state a zeroed state, like its first step."""
-    for wrapped in chained_optimizers(optimizer):
+    for wrapped in _optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             for parameter in group["params"]:
                 if not wrapped.optimizer.state[parameter]:
@@ -213,7 +214,16 @@ def create_optimizer_state(optimizer: Any) -> None:
                     )
 
 
-def chained_optimizers(optimizer: Any) -> list[Any]:
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the tensors that the optimizer updates, which may be copies of the parameters, and Adam's states."""
+    for wrapped in _optimizers(optimizer):
+        for group in wrapped.optimizer.param_groups:
+            yield from (parameter.detach() for parameter in group["params"])
+        for state in wrapped.optimizer.state.values():
+            yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
     """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [wrapped for wrapped in chained if not getattr(wrapped, "is_stub_optimizer", False)]

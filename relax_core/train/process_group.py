@@ -45,6 +45,7 @@ from relax_core.train.parallel_layout import check_layout
 from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_store
 
 log = logging.getLogger(__name__)
+WITHOUT_RANKS = "without_ranks"  # The back end of a rehearsal's groups (relax_core/train/rehearsal/stand_ins.py).
 _READS = 5  # reads of the kernel's table before a client counts as foreign
 _NUMBER_BYTES = 32  # the size of a proof
 
@@ -212,15 +213,17 @@ def join(
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one layout at a time"
         assert _sizes() == _wanted(parallel), "a process has one layout at a time; all ranks must leave it first"
         return
-    if _store is None and world_size == 1:
+    rehearses = training_device().meta
+    if _store is None and (world_size == 1 or rehearses):
         keep_gloo_on_loopback()
         _store = dist.HashStore()  # in memory: nothing listens
     elif _store is None:
         _store = open_rank_store(store_address, token=token, rank=rank, world_size=world_size, timeout_s=timeout_s)
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if training_device().cuda else "gloo"
-    share_gloo_device(token=token)
+    backend = "cpu:gloo,cuda:nccl" if training_device().cuda else WITHOUT_RANKS if rehearses else "gloo"
+    if not rehearses:
+        share_gloo_device(token=token)
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if training_device().cuda else dist.group.WORLD
@@ -232,6 +235,7 @@ def join(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,
+        create_gloo_process_groups=not rehearses,
     )
     random.seed(seed)  # Relax draws nothing from Python's and numpy's streams, but a plug-in may.
     np.random.seed(seed)
@@ -256,12 +260,22 @@ def world_group() -> dist.ProcessGroup:
     return _gloo_world
 
 
+def new_world_group(*, timeout_s: float) -> dist.ProcessGroup:
+    """Returns a further gloo group of all ranks, whose collectives do not mix with others; all ranks call it."""
+    backend = WITHOUT_RANKS if training_device().meta else "gloo"
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
     """Waits for all ranks of ``group``, a gloo group, which is `world_group` by default.
 
     If ranks do not arrive within ``timeout_s`` seconds it raises RuntimeError, which begins with ``doing`` and names
     them; a plain collective would only time out. For a rank that ended before the call, gloo may name only an address.
     """
+    if training_device().meta:
+        return  # In a rehearsal there are no other ranks.
     try:
         barrier_group = world_group() if group is None else group
         dist.monitored_barrier(barrier_group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from relax_core.train.device import training_device
-from relax_core.train.optimizer import chained_optimizers
+from relax_core.train.optimizer import optimizer_tensors
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "states"
 
@@ -111,12 +111,9 @@ class StateOffload:
         return (buffer.grad_data for buffer in self._buffers)
 
     def _states(self) -> Iterator[Tensor]:
-        """Yields the master copies and moments of all optimizers that Megatron chains; step counters stay."""
-        for wrapped in [] if self._optimizer is None else chained_optimizers(self._optimizer):
-            for group in wrapped.optimizer.param_groups:
-                yield from (parameter.data for parameter in group["params"])
-            for state in wrapped.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+        """Yields the master copies and moments of the optimizer; step counters stay."""
+        if self._optimizer is not None:
+            yield from (tensor for tensor in optimizer_tensors(self._optimizer) if tensor.dim())
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -179,7 +179,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.context_length=8"], "engine.context_length=8 leaves no room for a prompt"),
         (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),
         (["engine.tp=2"], "engine.tp=2: engine=embedded is one process on CPU cores. Use engine.tp=1,"),
-        (["plan=ture"], "plan=ture: expected true, json or false."),
+        (["plan=ture"], "plan=ture: expected true, json, rehearse, rehearse_json or false."),
         (["placement=tpu"], "placement=tpu does not exist. What exists for placement: cpu, gpu."),
         (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x: /etc/passwd is a file."),
         (["reward.timeout_s=0"], "reward.timeout_s=0.0"),

@@ -63,7 +63,8 @@ def test_a_rank_of_a_mixture_by_hand() -> None:
     model = plan.model
     assert holder(plan, "actor").count == 2
     backward = phase(plan, "actor", "backward")
-    mine = (model.layer_parameters + model.embedding_parameters) // 2 + model.expert_parameters // 2
+    split = model.layer_parameters - model.router_parameters + model.embedding_parameters + model.expert_parameters
+    mine = split // 2 + model.router_parameters
     assert (backward["weights"], backward["Adam states"]) == (mine * FLOAT, 2 * mine * FLOAT)
     whole = phase(make_plan(load_config(["model=tiny_qwen3_moe"])), "actor", "backward")
     assert backward["activations"] == pytest.approx(whole["activations"] / 2, rel=1e-3)
@@ -117,7 +118,8 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
     config = load_planned("qwen3_30b_a3b_async_16gpu")
     plan = make_plan(config)
     experts = 48 * 128 * 3 * 2048 * 768 // 8
-    dense = (plan.model.layer_parameters // 2 + 151936 * 2048) // 4
+    routers = plan.model.router_parameters // 2
+    dense = (plan.model.layer_parameters // 2 - routers + 151936 * 2048) // 4 + routers
     optimizer = phase(plan, "actor", "optimizer")
     assert optimizer["weights"] == 2 * (experts + dense)
     assert optimizer["gradients"] == 4 * (experts + dense)
@@ -128,9 +130,13 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
 
 
 def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
-    """1024 rows of 151,936 tokens in float32 and in bfloat16, and the weight's float32 gradient, divided by tp 4."""
-    backward = phase(make_plan(load_planned("qwen3_30b_a3b_async_16gpu")), "actor", "backward")
-    assert backward["logits chunk"] == (1024 * 151936 * (4 + 2) + 151936 * 2048 * 4) // 4
+    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's gradient twice in float32, over tp
+    2; the hidden states of all tokens, their gradients, and those of a chunk three times.
+    """
+    plan = make_plan(load_planned("qwen3_4b_async_8gpu"))
+    head, tokens = phase(plan, "actor", "head"), plan.work.micro_batch_tokens
+    split = 1024 * 151936 * (4 + 2) + 151936 * 2560 * 4 * 2
+    assert head["logits chunk"] == split // 2 + tokens * 2560 * (2 + 4) + 1024 * 2560 * (4 + 4 + 2)
 
 
 def test_what_fits_beside_the_weights_does_fit() -> None:

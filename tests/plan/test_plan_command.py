@@ -48,7 +48,7 @@ def test_json_is_for_programs() -> None:
             2,
             ("modality=omni does not exist", "modality=auto"),
         ),
-        (["plan=ture"], 2, ("plan=ture", "expected true, json or false")),
+        (["plan=ture"], 2, ("plan=ture", "expected true, json, rehearse, rehearse_json or false")),
         (["rollout.prompts_per_step=10", "parallel.dp=4"], 1, ("rollout.prompts_per_step=10", "multiple of 4")),
         (["algo.group_size=0"], 1, ("algo.group_size=0", "at least one")),
         (["mode=colocate", "mode.max_staleness=2"], 1, ("mode.max_staleness=2", "choose mode=async")),

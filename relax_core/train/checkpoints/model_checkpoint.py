@@ -21,7 +21,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +130,7 @@ class RankCheckpoint:
         self._optimizer = optimizer
         # The group is separate, because collectives of the writing thread must not mix with collectives of the train
         # step. Ranks that have finished writing wait in this group for ranks with slower disks.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
+        self._group = process_group.new_world_group(timeout_s=SLOWEST_WRITE_S)
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""

@@ -1,0 +1,122 @@
+"""Defines the counts of a rehearsed rank, and extrapolates them from two numbers of layers to the model's own.
+
+A rank's pass over a layer costs the same for every layer of one kind. Each count, and each section's peak, is therefore
+linear in the number of layers, and two short models determine it for a long one. The largest peak is the maximum of
+lines: it may be in another section than in the short models. The module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+WEIGHTS, GRADIENTS, ADAM, BUFFERS = STATE = ("weights", "gradients", "Adam states", "buffers")
+# Phases; the backward passes begin where autograd computes the gradient of the loss, of the last layer's output, and of
+# the first layer's input.
+BETWEEN, PACK, EMBEDDING, LAYERS, HEAD = "between", "pack", "embedding and towers", "layers", "head"
+HEAD_BACKWARD, LAYERS_BACKWARD = "head backward", "layers backward"
+EMBEDDING_BACKWARD = "embedding and towers backward"
+PIPELINE, REDUCE, OPTIMIZER = "pipeline", "reduce", "optimizer"
+ONCE = (REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds the peak of a section in bytes; ``by_category`` are its parts."""
+
+    phase: str
+    bytes: int
+    by_category: dict[str, int]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts the calls of a collective in a phase, in a group of ``ranks`` ranks; ``bytes`` are sent by this rank."""
+
+    phase: str
+    collective: str
+    group: str
+    ranks: int
+    calls: int
+    bytes: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Returns what identifies it among the messages of a rank."""
+        return self.phase, self.collective, self.group, self.ranks
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what a rank with ``layers`` layers did in one update.
+
+    ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``before`` are the bytes
+    in use when the update begins. ``reserved_by_step`` are the bytes that the caching allocator reserves beside them
+    during the update of the whole model; None if the short model's trace was not lengthened.
+    """
+
+    layers: int
+    rows: list[int]
+    state: dict[str, int]
+    sections: list[Section]
+    before: int
+    reserved_by_step: int | None
+    flops: dict[str, int]
+    messages: list[Message]
+    host_reads: dict[str, int]
+    operators: int
+    seconds: float
+
+    @property
+    def peak(self) -> Section:
+        """Returns the section with the largest peak."""
+        return max(self.sections, key=lambda section: section.bytes)
+
+    @property
+    def reserved(self) -> int | None:
+        """Returns the bytes that the caching allocator reserves for state and update, None if they are not known."""
+        return None if self.reserved_by_step is None else self.before + self.reserved_by_step
+
+
+def extrapolated(short: Counts, longer: Counts, *, layers: int) -> Counts:
+    """Returns the counts of a rank with ``layers`` layers from those of two ranks with fewer layers.
+
+    Fragments are not linear: the reserved bytes are those of the lengthened trace of ``longer``. Raises ValueError if
+    both ranks did not go through the same sections.
+    """
+    if [section.phase for section in short.sections] != [section.phase for section in longer.sections]:
+        raise ValueError("the short models go through different sections, so the long one is not known")
+
+    def line(first: int, second: int) -> int:
+        return first + round((second - first) * (layers - short.layers) / (longer.layers - short.layers))
+
+    def lines(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+        return {key: line(first.get(key, 0), second.get(key, 0)) for key in dict.fromkeys((*first, *second))}
+
+    sections = [
+        Section(
+            phase=first.phase,
+            bytes=line(first.bytes, second.bytes),
+            by_category=lines(first.by_category, second.by_category),
+        )
+        for first, second in zip(short.sections, longer.sections, strict=True)
+    ]
+    messages = {message.key: message for message in short.messages}
+    found = []
+    for message in longer.messages:
+        before = messages.get(message.key)
+        calls, sent = (0, 0) if before is None else (before.calls, before.bytes)
+        found.append(
+            msgspec.structs.replace(message, calls=line(calls, message.calls), bytes=line(sent, message.bytes))
+        )
+    return Counts(
+        layers=layers,
+        rows=longer.rows,
+        state=lines(short.state, longer.state),
+        sections=sections,
+        before=line(short.before, longer.before),
+        reserved_by_step=longer.reserved_by_step,
+        flops=lines(short.flops, longer.flops),
+        messages=found,
+        host_reads=lines(short.host_reads, longer.host_reads),
+        operators=line(short.operators, longer.operators),
+        seconds=short.seconds + longer.seconds,
+    )

@@ -1,0 +1,116 @@
+"""`plan=rehearse`: bytes against values derived by hand, extrapolation, and the plan's formulas against rehearsals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_core.__main__ import main
+from relax_core.config.compose import compose, typed_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.plan.build_plan import make_plan
+from relax_core.plan.gpu_terms import trainer_phases
+from relax_core.plan.rehearsal_child import Job
+from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehearse, run_jobs
+from relax_core.train.rehearsal.counts import extrapolated
+
+PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
+ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1")
+WITHIN = 0.03
+GRAIN, FLOAT = 512, 4
+
+
+def planned(*overrides: str) -> RelaxConfig:
+    return typed_config(compose(overrides))
+
+
+def rounded(*elements: int) -> int:
+    """The bytes of float32 tensors, each a multiple of 512."""
+    return sum(-(-count * FLOAT // GRAIN) * GRAIN for count in elements)
+
+
+def test_a_tiny_rank_by_hand_and_a_long_one_from_two_short_ones() -> None:
+    """Hidden 64, query 64, key 32, feed-forward 192, heads of 16; 12 layers from 1 and 3."""
+    config = planned(*ONE_GPU)
+    plan = make_plan(config)
+    model, long = plan.model, 12
+    jobs = [
+        Job(rank=0, layers=layers, micro_batches=2, whole=long, template=one) for layers, one in ((1, None), (3, 1))
+    ]
+    short, longer, whole = run_jobs(config, plan.work, [*jobs, Job(rank=0, layers=long, micro_batches=2, whole=long)])
+    hidden, wide, query, key, head = model.hidden, model.feed_forward, model.query, model.key, model.head_dim
+    layer = [hidden, hidden, (query + 2 * key) * hidden, hidden * query, head, head, 2 * wide * hidden, wide * hidden]
+    tensors = [model.vocabulary * hidden, *(layer * long), hidden]
+    assert whole.rows == [plan.work.micro_batch_rows] * 2
+    assert whole.state["weights"] == rounded(*tensors)
+    assert whole.state["Adam states"] == 2 * rounded(*tensors) + GRAIN * len(tensors)  # the step of each tensor
+    assert whole.state["gradients"] == pytest.approx(sum(tensors) * FLOAT, abs=GRAIN)
+    found = extrapolated(short, longer, layers=long)
+    assert found.peak.phase == whole.peak.phase
+    assert found.peak.bytes == pytest.approx(whole.peak.bytes, abs=4 * GRAIN)  # one buffer has all gradients
+    assert (found.flops, found.operators, found.host_reads) == (whole.flops, whole.operators, whole.host_reads)
+    assert found.messages == whole.messages
+    assert found.reserved == pytest.approx(whole.reserved, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "ranks"), [("qwen3_4b_async_8gpu", 2, (0,)), ("qwen3_30b_a3b_async_16gpu", 2, (0, 4))]
+)
+def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int, ranks: tuple[int, ...]) -> None:
+    """Most of the memory of a short model is the head's, so each error of the head and of the state is seen."""
+    config = planned(f"experiment={preset}")
+    plan = make_plan(config)
+    model = replace(plan.model, layers=layers)
+    jobs = [Job(rank=rank, layers=layers, micro_batches=config.parallel.pp) for rank in ranks]
+    for stage, counts in enumerate(run_jobs(config, plan.work, jobs)):
+        phases = trainer_phases(config, model, plan.work, stage=stage)
+        formula = max(sum(terms.values()) for terms in phases.values())
+        assert formula == pytest.approx(counts.peak.bytes, rel=WITHIN), (stage, counts.peak, phases)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_within_three_percent_and_fits(preset: str) -> None:
+    config = planned(f"experiment={preset}")
+    rehearsal = rehearse(config, make_plan(config))
+    for rank in rehearsal.ranks:
+        assert rank.planned == pytest.approx(rank.counts.peak.bytes, rel=WITHIN), as_text(rehearsal)
+    assert rehearsal.fits, as_text(rehearsal)
+    assert json.dumps(as_json_values(rehearsal))
+
+
+def test_the_depths_of_short_models() -> None:
+    """Whole periods of kinds of layers, and the first layers with outputs of the tower."""
+    for preset, short, template in (
+        ("qwen3_4b_async_8gpu", (1, 3), 1),
+        ("qwen3_5_9b_async_8gpu", (4, 12), 1),
+        ("qwen3_vl_4b_async_8gpu", (3, 6), 4),
+    ):
+        config = planned(f"experiment={preset}")
+        depths = find_depths(config, make_plan(config).model)
+        assert (depths.short, depths.template) == (short, template), preset
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), ("placement.gpus_per_node=0", "Add placement=gpu")),
+        ((*ONE_GPU, "rollout.top_p=0.9"), ("rollout.top_p=0.9", "the kept sets")),
+        (("experiment=qwen3_4b_async_8gpu", "parallel.tp=3"), ("parallel.tp=3", "Use parallel.tp=1, 2 or 4")),
+        (
+            ("experiment=qwen3_5_9b_async_8gpu", "parallel.pp=16", "placement.roles.actor=64", "placement.nodes=9"),
+            ("parallel.pp=16", "the kinds of layers repeat every 4"),
+        ),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_told(
+    overrides: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan=rehearse", *overrides]) == 1
+    told = capsys.readouterr().err
+    for word in words:
+        assert word in told, told
+    assert "Traceback" not in told
