@@ -228,8 +228,9 @@ def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
     }
     if wanted := [role for role, needed in models.items() if needed]:
         yield NotYet(
-            f"algo.name={config.algo.name} as it is set needs the role {', '.join(wanted)}, which cannot share GPUs "
-            "with engines yet. Use mode=async, or settings without it (algo.kl_coef=0, algo.old_logprobs=rollout)."
+            f"mode=colocate on GPUs with algo.name={config.algo.name} as it is set: {', '.join(wanted)} cannot share "
+            "GPUs with engines yet. Use mode=async, or settings without these roles, such as algo.kl_coef=0 "
+            "algo.old_logprobs=rollout."
         )
 
 

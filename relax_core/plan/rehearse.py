@@ -37,6 +37,7 @@ from relax_core.train.rehearsal.counts import ONCE, REDUCE, Counts, Section, ext
 REPOSITORY = Path(__file__).resolve().parents[2]
 FORWARD_ROLES = ("critic", "reference", "actor_fwd", "teacher")  # roles with a model of torch that are not rehearsed
 _DATA_PARALLEL = "DATA_PARALLEL"  # in the names of Megatron's groups
+CHILD_S = 1800.0  # longest time of a child process; Qwen3.5-35B takes about 250 s on two busy cores
 _WIDTH = 34
 
 
@@ -250,7 +251,15 @@ def _reply(text: str, work: Workload, jobs: list[Job]) -> list[Counts]:
     environment = {**os.environ, VARIABLE: "meta", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *_python_path()])}
     request = msgspec.json.encode(Request(config=text, work=work, jobs=jobs))
     command = [sys.executable, "-m", "relax_core.plan.rehearsal_child"]
-    done = subprocess.run(command, input=request, capture_output=True, env=environment, check=False)
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, env=environment, timeout=CHILD_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"plan=rehearse: the rehearsal of layers {[job.layers for job in jobs]} has not ended after {CHILD_S:.0f} "
+            "s. Run it on a machine with idle cores, or use plan=true."
+        ) from error
     if done.returncode or not done.stdout:
         raise RuntimeError(
             f"the rehearsal of layers {[job.layers for job in jobs]} ended with exit code {done.returncode}:\n"

@@ -48,7 +48,7 @@ class Device:
 
         return torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device(self.type)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the GPU has finished the passes that this thread started; elsewhere it returns at once.
 
         Without this wait the time of a rank's passes would be part of the first wait for the other ranks.

@@ -454,7 +454,7 @@ class MegatronRank:
         """
         self._schedule.finish()
         with self.timed("backward"):
-            training_device().wait()
+            training_device().synchronize()
         with self.timed("reduce"):
             sums = self._sums_over_ranks()
             denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))

@@ -65,7 +65,7 @@ class StateOffload:
             if host is not None:
                 host.copy_(_bytes_of(storage), non_blocking=device.cuda)
             moved.append(_Offloaded(storage=storage, size=storage.nbytes(), host=host))
-        device.wait()  # the copies read the storages that are freed now
+        device.synchronize()  # the copies read the storages that are freed now
         for offloaded in moved:
             offloaded.storage.resize_(0)
         self._offloaded += moved
@@ -82,7 +82,7 @@ class StateOffload:
                 _bytes_of(offloaded.storage).zero_()
             else:
                 _bytes_of(offloaded.storage).copy_(offloaded.host, non_blocking=device.cuda)
-        device.wait()
+        device.synchronize()
         self._offloaded = []
 
     def _host_memory(self, storage: UntypedStorage) -> Tensor:

@@ -42,7 +42,8 @@ def test_what_is_no_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models" in printed
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bloom"}')
-    assert "model_type='bloom' in its config.json is of no family" in refused(capsys, str(tmp_path / "model"))
+    printed = refused(capsys, str(tmp_path / "model"))
+    assert "model_type='bloom'" in printed and "family" in printed
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(load_config()))

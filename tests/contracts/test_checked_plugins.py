@@ -279,8 +279,8 @@ def test_open_returns_an_env() -> None:
     [
         ({}, "none of messages, open and agent"),
         ({"messages": lambda row, config: [], "open": lambda start, config: None}, "both messages and open"),
-        ({"open": lambda start, config: None}, "under InteractionConfig"),
-        ({"agent": lambda config: []}, "under TurnsConfig"),
+        ({"open": lambda start, config: None}, "InteractionConfig"),
+        ({"agent": lambda config: []}, "TurnsConfig"),
         ({"messages": lambda row, config: [], "state_keys": True}, "only an env with open gives any"),
     ],
 )

@@ -142,6 +142,7 @@ def test_the_owner_of_an_engine_hands_it_on(seed_oss: tuple[Path, Any], tmp_path
     folder, _ = seed_oss
     words = ["model=folder", f"model.path={folder}", f"model.family={FILE}", "engine.context_length=64"]
     host: Any = object.__new__(EngineOwner)  # the owner's thread would start an engine
+    host._rank = 0
     host.name, host.context = (
         "engine-0",
         SimpleNamespace(

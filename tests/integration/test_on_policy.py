@@ -137,7 +137,7 @@ def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_t
     moved = run_to_end(tmp_path / "run", "mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0")
     assert moved.code == 0, moved.output
     moved.assert_all_samples_accounted()
-    assert moved.checkpoints() == [8, 10]
+    assert moved.checkpoints() == [4, 8, 10]
     assert_same_as_the_loop(moved)
 
 

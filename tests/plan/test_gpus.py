@@ -70,7 +70,7 @@ def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
 def test_a_placement_on_gpus_is_no_mistake_and_turns_on_them_are_not_built() -> None:
     assert problems_of(planned(*ONE)) == []
     plan = make_plan(planned(*ONE))
-    assert plan.warnings == [UNSEEN] and "Warning   placement=gpu: Relax has run on one GPU alone" in as_text(plan)
+    assert plan.warnings == [UNSEEN] and "Warning   placement=gpu: Relax has run on one GPU" in as_text(plan)
     assert make_plan(planned()).warnings == []
 
 

@@ -131,7 +131,7 @@ REFUSED = {
     "no heads": ({"qwen3__attention__head_count": 0}, ("0 heads",)),
     "a text for a number": ({"qwen3__block_count": "two"}, ("qwen3.block_count='two'",)),
     "more layers than tensors": ({"qwen3__block_count": 3}, ("blk.2.", "missing")),
-    "fewer layers than tensors": ({"qwen3__block_count": 1}, ("no use for", "blk.1.")),
+    "fewer layers than tensors": ({"qwen3__block_count": 1}, ("does not use", "blk.1.")),
     "an unknown splitter": ({"tokenizer__ggml__pre": "deepseek-llm"}, ("deepseek-llm", "--tokenizer")),
     "a merge of no tokens": ({"tokenizer__ggml__merges": ["a b", "q zz"]}, ("tokenizer.ggml.merges", "q zz")),
     "an end that is no token": ({"tokenizer__ggml__eos_token_id": 9999}, ("eos_token_id=9999",)),
