@@ -90,7 +90,7 @@ def test_the_lines_that_agents_get_and_give() -> None:
     results = [result_of(line, what="the page") for line in given if "base_url" not in line]
     assert [result.reward for result in results] == [1.0, 1.0] and results[0].metrics == {"calls": 2.0}
     variables = {*task.urls(), "RELAX_TASK", "RELAX_RESULT", "RELAX_UID", "RELAX_ATTEMPT", "RELAX_EVALUATION"}
-    table = PAGE[PAGE.index("| Variable |") : PAGE.index("The environment has nothing else")]
+    table = PAGE[PAGE.index("| Variable |") :].split("\n\n")[0]
     assert set(re.findall(r"`([A-Z_]+)`", table)) == variables
     routes = [line.rpartition("/v1/")[2] for line in LINES if line.startswith("curl ")]
     assert [f"/v1/{route}" for route in routes] == [SESSIONS, f"{SESSIONS}/SESSION/reward", f"{SESSIONS}/SESSION/end"]
