@@ -175,7 +175,7 @@ def injured_run(folder: Path, name: str, chosen: Sequence[str], *, seed: int) ->
     if finished.code:
         print(finished.output[-6000:], flush=True)
         yield Draw(injury="quiet end", run=name, text=f"exit code {finished.code}", at_step=steps, end=ENDED)
-    if training.last_event():
+    if not finished.code or training.last_event():  # a run that never started has no ledger
         yield count_samples(folder)
 
 
@@ -209,7 +209,7 @@ def mount(folder: Path, mib: int) -> None:
 
 @contextmanager
 def own_disk(folder: Path, machine: Machine) -> Iterator[Path]:
-    """Creates a folder, as root with a small file system of its own while the block runs."""
+    """Creates a folder. As root, mounts a small file system on the folder while the block runs."""
     folder.mkdir()
     if not machine.mounts:
         yield folder

@@ -116,7 +116,7 @@ class PolicyTrainer(Worker):
         self._clock = StepClock()
         self._sync = self._build_sync()
         self._turns = self._build_turns()
-        if self._turns is not None and self._turns.moves_state:
+        if self._turns is not None and self._turns.offloads:
             self._turns.begin()  # an engine may have started first
         ranks = assemble_ranks(context, "actor", waiting=self.waiting)
         self._plan = UpdatePlan(
@@ -151,7 +151,7 @@ class PolicyTrainer(Worker):
             if context.resume_from is not None:
                 self._worker_group.load(context.resume_from)
             self._publish(self._version, first=True)
-            if self._turns is not None and self._turns.moves_state:
+            if self._turns is not None and self._turns.offloads:
                 self._turns.end()
             self._train()
         finally:
@@ -219,7 +219,7 @@ class PolicyTrainer(Worker):
         assert updates is not None, "a step has groups"
         with clock.timed("train_ms"):
             result = updates.finish()
-        if self._turns is not None and self._turns.moves_state and self._saves(step + 1):
+        if self._turns is not None and self._turns.offloads and self._saves(step + 1):
             with clock.timed("checkpoint_ms"):
                 self._checkpoints.copy_models(step + 1)  # before the state leaves the device
         with clock.timed("sync_ms"):

@@ -25,21 +25,16 @@ BUILDING = "the end of an engine's start on the shared GPUs"
 class TrainerTurns:
     """Begins and ends the trainer's turns.
 
-    If ``offloads`` is True the trainer's state is on the host between turns. ``gpus`` is the lock of shared GPUs, whose
-    engines release their weights, too; None without shared GPUs. ``end_push`` waits for the end of the newest push. Set
-    ``worker_group`` as soon as the model is built.
+    If ``offloads`` is True, the trainer's state is on the host between turns. ``gpus`` is the lock of shared GPUs, or
+    None without shared GPUs; engines on shared GPUs also release their weights. ``end_push`` waits for the end of the
+    newest push. Set ``worker_group`` as soon as the model is built.
     """
 
     worker_group: TrainerWorkerGroup | None = None
 
     def __init__(self, sync: WeightSync, *, offloads: bool, gpus: GpuTurn | None, end_push: Callable[[], None]) -> None:
-        self._sync, self._offloads, self._gpus, self._end_push = sync, offloads, gpus, end_push
+        self._sync, self.offloads, self._gpus, self._end_push = sync, offloads, gpus, end_push
         self._begun = False
-
-    @property
-    def moves_state(self) -> bool:
-        """Returns whether the trainer's state is on the host between turns."""
-        return self._offloads
 
     def begin(self) -> None:
         """Begins a turn; does nothing within a turn."""
@@ -48,20 +43,20 @@ class TrainerTurns:
         if self._gpus is not None:
             self._gpus.begin(alone=True, what=BUILDING, on="engine")
         self._sync.release_memory(weights=self._gpus is not None)
-        if self._offloads and self.worker_group is not None:
+        if self.offloads and self.worker_group is not None:
             self.worker_group.onload()
         self._begun = True
 
     def before_publication(self) -> None:
         """Leaves only the trainer's weights on the device, and gives the engines memory for theirs."""
-        if self._offloads and self.worker_group is not None:
+        if self.offloads and self.worker_group is not None:
             self.worker_group.offload_optimizer()
         if self._gpus is not None:
             self._sync.resume_weights()
 
     def end(self) -> None:
         """Ends the turn after the push of the newest weights."""
-        if self._offloads and self.worker_group is not None:
+        if self.offloads and self.worker_group is not None:
             self.worker_group.offload()
         self._end_push()
         self._sync.resume_memory()
@@ -75,7 +70,7 @@ class TrainerTurns:
 
         The engines then load the newest published weights again, from their owners.
         """
-        if self._begun or not self._offloads:
+        if self._begun or not self.offloads:
             yield
             return
         self.begin()

@@ -103,14 +103,14 @@ class WeightSync:
 
         The memory is that of the KV cache and, with ``weights``, that of the weights.
         """
-        calls = self._all("to release their memory", partial(_release, weights=weights))
+        calls = self._all("to release their memory", lambda client: client.release_memory(weights=weights))
         resumes, self._resumes = self._resumes, {}  # each has ended, because the same engine's release came after it
         _check(resumes)
         _check(calls)
 
     def resume_weights(self) -> None:
         """Returns once every engine has memory for its weights again or has died; the next push fills it."""
-        _check(self._all("to allocate the memory of their weights", EngineClient.resume_weights))
+        _check(self._all("to allocate the memory of their weights", lambda client: client.resume_weights()))
 
     def _all(self, what: str, method: Callable[[EngineClient], dict[str, Any]]) -> dict[str, Future[dict[str, Any]]]:
         """Calls a method of all engines and waits for the ends; raises EngineUnreachable if one is late."""
@@ -121,7 +121,7 @@ class WeightSync:
             _, late = wait(calls.values(), timeout=self._stall_s)
         if late:
             urls = ", ".join(url for url, call in calls.items() if call in late)
-            raise EngineUnreachable(f"{urls}: not ready {what} within run.stall_timeout_s={self._stall_s:g}")
+            raise EngineUnreachable(f"{urls}: asked {what}, no answer within run.stall_timeout_s={self._stall_s:g}")
         return calls
 
     def resume_memory(self) -> None:
@@ -137,10 +137,6 @@ class WeightSync:
     def close(self) -> None:
         """Ends the publisher."""
         self._publisher.close()
-
-
-def _release(client: EngineClient, *, weights: bool) -> dict[str, Any]:
-    return client.release_memory(weights=weights) if weights else client.release_memory()
 
 
 def _check(calls: Mapping[str, Future[dict[str, Any]]]) -> None:

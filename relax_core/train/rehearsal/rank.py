@@ -17,7 +17,7 @@ from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.device import training_device
-from relax_core.train.megatron_rank import RankSetup, StepSums, counted_sums
+from relax_core.train.megatron_rank import RankSetup, StepSums, counted_sums, gradient_buffers
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import create_optimizer_state, optimizer_tensors
 from relax_core.train.policy_backend import MegatronBackend
@@ -171,7 +171,7 @@ class RehearsedRank(MegatronBackend):
 
     def name_state(self) -> None:
         """Gives the memory of the state its categories; the optimizer's state must exist."""
-        buffers = [buffer for chunk in self.model_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = gradient_buffers(self.model_chunks)
         name = self._counting.name
         name(optimizer_tensors(self.optimizer), ADAM)  # In float32 these include the weights, which come last.
         name((buffer for model in self.models for buffer in model.buffers()), BUFFERS)
