@@ -36,7 +36,7 @@ STAGES = [
     ),
     "test-security",
     *("environments", "sglang", "agents", "trackers-env", "test-trackers", "real-env", "test-real"),
-    *("test-whole-runs", "test"),
+    *("test-whole-runs", "test-chaos", "test"),
 ]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
@@ -78,7 +78,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
         "test-agents",
         "test-trackers",
     ]
-    told += ["test-real", "test-runs"]
+    told += ["test-real", "test-runs", "test-chaos"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
 
@@ -124,6 +124,19 @@ def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
     done = ci(tmp_path, SECONDS=seconds, **most)  # bash's SECONDS continues from this value
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
+
+
+def test_each_file_of_runs_is_in_one_stage_and_a_slow_machine_names_the_files_that_it_leaves_out(
+    tmp_path: Path,
+) -> None:
+    for folder, seconds in (("fast", "2000"), ("slow", "3000")):
+        (tmp_path / folder).mkdir()
+        done = ci(tmp_path / folder, SECONDS=seconds)
+        ignored = re.findall(r"--ignore=(\S+)", re.findall(r"^stage test-whole-runs .*$", done.stdout, re.MULTILINE)[0])
+        assert ignored and all((ROOT / path).is_file() for path in ignored)
+        begun = re.findall(r"^stage test-chaos RUNS_IN=(.*) ARGS", done.stdout, re.MULTILINE)
+        assert begun == ([" ".join(ignored)] if folder == "fast" else [])
+        assert (f"{' '.join(ignored)} are skipped" in done.stdout) == (folder == "slow")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -141,20 +142,26 @@ def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_t
     assert_same_as_the_loop(moved)
 
 
-def assert_same_as_the_loop(run: FinishedRun) -> None:
-    """Compares the first ten steps with those of examples/one_loop.py, which moves nothing."""
+@cache
+def metrics_of_the_loop() -> list[list[float]]:
+    """Runs ten steps of examples/one_loop.py. Returns their rewards, shares of exact answers, gaps and ratios."""
     loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
-    message = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
+    message = "[(step.reward, step.exact, step.logprob_gap, step.ratio) for step in steps]"
     ran = subprocess.run(
-        [sys.executable, "-c", f"import json, runpy; figures = {loop}; print(json.dumps({message}))"],
+        [sys.executable, "-c", f"import json, runpy; steps = {loop}; print(json.dumps({message}))"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
     assert ran.returncode == 0, ran.stderr
-    metrics = json.loads(ran.stdout.splitlines()[-1])
+    metrics: list[list[float]] = json.loads(ran.stdout.splitlines()[-1])
     assert len(metrics) == 10
-    for step, (reward, exact, gap, ratio) in enumerate(metrics):
+    return metrics
+
+
+def assert_same_as_the_loop(run: FinishedRun) -> None:
+    """Compares the first ten steps with those of examples/one_loop.py, which moves nothing."""
+    for step, (reward, exact, gap, ratio) in enumerate(metrics_of_the_loop()):
         values = run.steps()[step]
         in_float32 = pytest.approx((reward, exact), rel=1e-6)
         assert (values["reward"], values["exact"]) == in_float32, f"step {step}"
