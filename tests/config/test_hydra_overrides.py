@@ -175,20 +175,27 @@ def test_files_of_the_users_own_lie_in_a_folder_of_groups(tmp_path: Path, capsys
 
 
 def value(key: str, *words: str) -> object:
-    found: object = typed_config(compose(words))
+    return value_in(typed_config(compose(words)), key)
+
+
+def value_in(config: object, key: str) -> object:
     for part in key.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    return found
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
 
 
 @pytest.mark.parametrize("text", ["83e1234", "1e5", "1_0", "007", "true", "Null", "inf", "über", "a=b", "(x)", "it's"])
 def test_a_text_keeps_its_characters(text: str) -> None:
-    assert value("name", f"name={text}") == text
-    assert value("rollout.stop", f"rollout.stop=[{text},x]") == [text, "x"]
-    assert value("agent.env", f"agent.env={{K: {text}, L: y}}") == {"K": text, "L": "y"}
+    expected = {
+        "name": (f"name={text}", text),
+        "rollout.stop": (f"rollout.stop=[{text},x]", [text, "x"]),
+        "agent.env": (f"agent.env={{K: {text}, L: y}}", {"K": text, "L": "y"}),
+        "launcher.python": (f"launcher.python={text}", text),
+        "reward.by": (f"reward.by={text}", text),  # a setting of a plug-in
+    }
+    config = typed_config(compose(["launcher=slurm", *(word for word, _ in expected.values())]))
+    assert {key: value_in(config, key) for key in expected} == {key: wanted for key, (_, wanted) in expected.items()}
     assert value("agent.env.K", f"agent.env.K={text}") == text
-    assert value("launcher.python", "launcher=slurm", f"launcher.python={text}") == text
-    assert value("reward.by", f"reward.by={text}") == text  # a setting of a plug-in
 
 
 @pytest.mark.parametrize(
