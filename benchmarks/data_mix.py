@@ -2,9 +2,9 @@
 
 It trains tiny_qwen3_vl twice on data=see (pictures, videos, text), async with staleness 1 and over-sampling 1.5: once
 without and once with data.mix. Each modality is a third of the rows. This file is also the reward of both runs. Like a
-slow judge, the reward takes ``--text-s`` seconds per answer, and ten times as long per answer about a video. The output
-has for each modality the share of the issued samples that have ended, the share of the trained samples, and the
-difference in percentage points.
+slow judge, the reward takes ``--text-s`` seconds per answer, and ten times as long per answer about a video. For each
+modality the output has its share of all ended samples, its share of all trained samples, and the difference of the two
+shares in percentage points.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python -m benchmarks.long_tail [--steps 40 --prompts 8 --group-size 6] [--only "async s=2" …] [--json FILE]
     python -m benchmarks.long_tail --turns 3 --tool-wait 0.5 […]        # episodes of several turns with slow tools
 
-Complete runs of all settings alternate. The task's prompts set the length of the answer (benchmarks/countdown_task.py):
-lognormal, sigma = 1, a mean of 64 tokens, at most 1,024. All runs have the same prompts in the same order, a Qwen3 of
-6.0 million parameters, one thread for the trainer and one thread for the engine. With ``--turns`` each episode has this
-number of turns, and each turn has an answer of such a length. A tool runs between two turns. Its time is lognormal,
-too, with a mean of ``--tool-wait`` seconds and a maximum of eight times the mean (benchmarks/countdown_env.py).
+Each round executes one complete run of each setting. The task's prompts set the length of the answer
+(benchmarks/countdown_task.py): lognormal, sigma = 1, a mean of 64 tokens, at most 1,024. All runs have the same prompts
+in the same order, a Qwen3 of 6.0 million parameters, one thread for the trainer and one thread for the engine. With
+``--turns`` each episode has this number of turns, and each turn has an answer of such a length. A tool runs between two
+turns. Its time is lognormal, too, with a mean of ``--tool-wait`` seconds and a maximum of eight times the mean
+(benchmarks/countdown_env.py).
 
 ``samples/s`` and ``tokens/s`` count trained samples and tokens from the end of train step ``--skip`` to the end of the
 second last step. ``training`` and ``waiting`` are shares of the trainer's time. ``reward`` is the mean of the last five
@@ -107,9 +108,9 @@ def metrics_of(run: FinishedRun, *, skipped: int) -> Metrics:
 
 
 def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Metrics:
-    """Executes one run. All ways of a round have the same prompts; each round has new prompts."""
-    # A run needs more prompts than it trains: over-sampling, and prompts of later steps that are admitted before the
-    # end.
+    """Executes one run with the overrides ``way`` in round ``number``. Runs of the same round have the same prompts."""
+    # A run reads more prompts than it trains, because it over-samples and because it has already admitted prompts of
+    # later steps when it ends.
     count, seed = math.ceil(given.prompts * (SPARE * (given.steps + 6) + 1)), given.seed + number
     lengths = drawn_lengths(count * given.turns, mean=given.mean, cap=given.cap, seed=seed)
     wishes = [lengths[first : first + given.turns] for first in range(0, len(lengths), given.turns)]
@@ -134,15 +135,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--running", type=int, default=512, help="maximum samples decoded at the same time")
     parser.add_argument("--micro-batch", type=int, default=1024, help="parallel.micro_batch_tokens")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
-    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), help="these ways alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), help="run only these settings")
     given = parser.parse_args(words)
     longest = max_turn_tokens_of(given.turns)
     given.cap = given.cap or longest
     if given.cap > longest:
         parser.error(f"--cap {given.cap}: the model has no positions for {given.turns} such turns; {longest} or less")
     if not 1 <= given.skip <= given.steps - 4:
-        parser.error(f"--skip {given.skip}: 1 to --steps less 4")
+        parser.error(f"--skip {given.skip}: use a number from 1 to --steps minus 4")
     return given
 
 

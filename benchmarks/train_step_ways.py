@@ -208,8 +208,10 @@ class HuggingFace:
         return self._step(rows, [rows[at : at + together] for at in range(0, len(rows), together)], self._padded)
 
     def packed_step(self, rows: Sequence[TokenTree], *, budget: int) -> float:
-        """Trains one step over sequences concatenated in one row of at most ``budget`` tokens. Positions separate them:
-        transformers' SDPA uses one block-diagonal mask. Its size grows with the square of ``budget``.
+        """Trains one step over sequences concatenated in one row of at most ``budget`` tokens.
+
+        The positions separate the sequences. transformers' SDPA uses one block-diagonal mask, and the size of the mask
+        grows with the square of ``budget``.
         """
         batches: list[list[TokenTree]] = [[]]
         for row in rows:
@@ -255,7 +257,7 @@ class HuggingFace:
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         starts = np.cumsum([0, *map(len, sequences)])[:-1]
         predicting = [int(start) + torch.from_numpy(row.sampled - 1) for start, row in zip(starts, batch, strict=True)]
-        # With a cache transformers would not derive the start of sequences from positions.
+        # With use_cache=True, transformers would not derive the starts of the sequences from the positions.
         outputs = self.model.model(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False)
         states: Tensor = outputs.last_hidden_state[0, torch.cat(predicting)]
         return states
@@ -273,7 +275,7 @@ def _sequence(row: TokenTree) -> Tensor:
 
 
 def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Returns the groups with the experts that ``model`` chooses, in the format of an engine's response."""
+    """Returns the groups with the experts that ``model`` chooses for each token, as an engine's response has them."""
     import torch
 
     found = []

@@ -4,7 +4,8 @@
     python -m benchmarks.two_checkouts --old /tmp/old [--rounds 5 --steps 120]
 
 The two checkouts alternate in the same environment with the same seeds. Ratios are this checkout divided by the old
-checkout. Memory is the peak of anonymous memory of a process of this name, in MB.
+checkout. For each process name, the memory is the largest anonymous memory of one
+process, in MB.
 """
 
 from __future__ import annotations

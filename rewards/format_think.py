@@ -1,4 +1,4 @@
-"""Returns 1 if the response is one thought in think tags, followed by a text, else 0.
+"""Returns 1 if the response begins with one thought in think tags, else 0. Any text, or nothing, may follow.
 
 Source: ``think_format_reward`` of TRL (trl/rewards/format_rewards.py) with the pattern
 ``^<think>(?!.*<think>)(.*?)</think>.*$``. So the response begins with ``<think>``, has no second ``<think>``, and
@@ -35,7 +35,7 @@ def score(given: RewardInput, config: FormatThinkConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="format_think",
-    summary="1 if the response is <think>…</think> and a text after it, else 0",
+    summary="1 if the response begins with one <think>…</think>, else 0",
     config=FormatThinkConfig,
     score=score,
 )

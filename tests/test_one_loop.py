@@ -41,7 +41,7 @@ def test_the_loop_is_strictly_on_policy_needs_no_ray_and_leaves_nothing(tmp_path
         assert row["sampled by weights"] == f"{{{step}}}", "step t trains samples of weight version t"
         assert 0.0 < float(row["log-prob gap"]) <= 2e-5
         assert float(row["ratio"]) == pytest.approx(1.0, abs=2e-5)
-        assert 0.2 < float(row["reward"]) < 0.6, "the tiny model begins between guessing and knowing"
+        assert 0.2 < float(row["reward"]) < 0.6, "the tiny model begins with a reward between chance and a solved task"
     assert f"issued={STEPS * EPISODES}, trained={STEPS * EPISODES}, dropped={{}}, open=0" in books
     assert list(tmp_path.glob("relax*")) == []
     left = [

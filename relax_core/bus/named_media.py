@@ -23,7 +23,7 @@ class NamedMedia:
         self._items: dict[Name, dict[str, None]] = {}  # reference → its items, in order
         self._sizes: dict[str, int] = {}
         self._unnamed: dict[str, None] = {}
-        self._lost: dict[Name, set[str]] = {}  # lost worker → groups in flight; its references stay until they end
+        self._lost: dict[Name, set[str]] = {}  # lost worker → open groups that need the worker's references
 
     def __len__(self) -> int:
         return len(self._names)

@@ -49,8 +49,8 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
-        # The mapping accepts any key until the plug-in's type is applied, because the settings of plug-ins are unknown
-        # here.
+        # The mapping accepts any key, because the plug-in's settings are unknown here. Later `typed_plugin` checks the
+        # keys with the plug-in's type.
         root[kind] = DictConfig({}, flags={"struct": False})
     for kind in GROUP_KINDS:
         for name in plugin_options(kind):
@@ -225,7 +225,7 @@ def run(
     receives the runs of a sweep (-m) and starts them after the last one.
 
     The exit code is the job's exit code; for a sweep it is the first nonzero exit code of a job. It is 2 for a user's
-    mistake, which stderr shows without a traceback.
+    mistake, which stderr shows without a traceback, and 1 if a sweep ends with `SweepFailed`.
     """
     import hydra
     from hydra.errors import HydraException
@@ -348,7 +348,7 @@ def _hydra_raises() -> Iterator[None]:
 
 @contextmanager
 def _argv(arguments: Sequence[str]) -> Iterator[None]:
-    """Sets sys.argv for Hydra during the block, and restores the user's words for the summary afterwards."""
+    """Sets sys.argv to ``arguments`` during the block, for Hydra or for the job, and restores it afterwards."""
     before = sys.argv
     sys.argv = ["relax", *arguments]
     try:
@@ -489,4 +489,4 @@ class SweepRuns(Protocol):
 
 
 class SweepFailed(RuntimeError):
-    """Reports that a run failed although the sweeper needs its value."""
+    """Ends a sweep because the sweeper needs the result of a run that failed or did not start."""

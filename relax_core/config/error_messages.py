@@ -203,8 +203,8 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
         return f"Each text of the list takes quotes: {as_list(key, value)}"
     if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
         return (
-            f"Names in it must be ASCII, and texts need quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
-            "YAML file of your own (--config-dir)"
+            f"Names in it must be ASCII, and texts need quotes: '{key}={{NAME: \"TEXT\"}}'; write other names in "
+            "your own YAML file (--config-dir)"
         )
     written = f"{key}={quoted(value, mark=DOUBLE)}"
     return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside the shell's

@@ -119,8 +119,8 @@ def _assigned(word: str) -> str:
 
 
 # -- secrets of the command line --------------------------------------------------------------------------------------
-# Only this list stores secrets of the command line; the words contain references to the secrets. Libraries that read
-# the words and messages that quote the words thus never contain a secret.
+# Only this list stores secrets of the command line. The command-line arguments that other code gets contain references
+# to the secrets, so libraries and messages never see a secret.
 _RESOLVER = "redacted"
 _withheld: list[Any] = []
 _REFERENCE = re.compile(rf"\$\{{{_RESOLVER}:\d+\}}")

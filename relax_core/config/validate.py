@@ -1,4 +1,4 @@
-"""Validates a typed configuration: ranges, combinations and paths. These checks need no other part of Relax.
+"""Validates a typed configuration: ranges, combinations, plug-in settings and paths.
 
 Each problem is one sentence with the key, the value and the fix. All problems are reported together. Values appear in
 batch scripts, logs and tables, so they must not contain line breaks or direction characters. Only texts that a model, a
@@ -102,13 +102,16 @@ def transport_problems(config: RelaxConfig) -> Iterator[str]:
     elif wanted is WeightTransportName.nccl and ("nccl" not in taken or config.placement.gpus_per_node == 0):
         yield f"{message}: NCCL needs trainer and engines on GPUs. Use engine.weight_transport=auto."
     elif wanted is WeightTransportName.nccl and config.mode.name is ModeName.colocate:
-        yield f"{message} with mode=colocate: they share GPUs, and NCCL wants one rank a GPU. Use disk, or auto."
+        yield (
+            f"{message} with mode=colocate: trainer and engines share GPUs, and NCCL wants one rank a GPU. Use disk, "
+            "or auto."
+        )
     elif wanted is not WeightTransportName.auto and wanted.value not in taken:
         yield f"{message}: engine.name={config.engine.name} takes {', '.join(sorted(taken))} only. Use one of these."
     elif wanted is WeightTransportName.auto and config.launcher.ray_address is not None and "disk" not in taken:
         yield (
-            f"launcher.ray_address with engine.name={config.engine.name}: engines may be on other nodes, and it takes "
-            f"new weights by {', '.join(sorted(taken))} only. Leave launcher.ray_address null."
+            f"launcher.ray_address with engine.name={config.engine.name}: engines may be on other nodes, and this kind "
+            f"of engine takes new weights by {', '.join(sorted(taken))} only. Leave launcher.ray_address null."
         )
 
 
@@ -202,7 +205,7 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
     if mode.name is ModeName.colocate and config.rollout.workers > 1:
         yield (
             f"rollout.workers={config.rollout.workers} with mode=colocate: the engine gives its memory up when a "
-            "step's groups are complete, and only a single worker has finished its evaluation by then. Use "
+            "step's groups are complete. With several workers, an evaluation may not have ended by then. Use "
             "rollout.workers=1, or mode=async."
         )
     if mode.name is ModeName.colocate and config.placement.gpus_per_node:
@@ -219,7 +222,7 @@ def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
         )
     if config.placement.nodes > 1 or config.launcher.ray_address is not None:
         key = f"placement.nodes={config.placement.nodes}" if config.placement.nodes > 1 else "launcher.ray_address"
-        yield NotYet(f"{key} with mode=colocate on GPUs is not built yet: it takes one machine. Use mode=async.")
+        yield NotYet(f"{key} with mode=colocate on GPUs is not built yet. Use one machine, or mode=async.")
     models = {
         "critic": needs.critic,
         "reference": needs.reference,
@@ -228,8 +231,8 @@ def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
     }
     if wanted := [role for role, needed in models.items() if needed]:
         yield NotYet(
-            f"mode=colocate on GPUs with algo.name={config.algo.name} as it is set: {', '.join(wanted)} cannot share "
-            "GPUs with engines yet. Use mode=async, or settings without these roles, such as algo.kl_coef=0 "
+            f"mode=colocate on GPUs with these settings of algo.name={config.algo.name}: {', '.join(wanted)} cannot "
+            "share GPUs with engines yet. Use mode=async, or settings without these roles, such as algo.kl_coef=0 "
             "algo.old_logprobs=rollout."
         )
 
@@ -312,8 +315,8 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
     if engine.context_length is not None and engine.context_length <= new_tokens:
         yield (
             f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
-            f"rollout.max_new_tokens={new_tokens}. Lower rollout.max_new_tokens, or use a longer context (null derives "
-            "it, up to the positions of the model)."
+            f"rollout.max_new_tokens={new_tokens}. Lower rollout.max_new_tokens, or use a longer context "
+            "(engine.context_length=null derives a length within the positions of the model)."
         )
     if engine.max_total_tokens < group_size * new_tokens:
         yield (
@@ -373,7 +376,7 @@ def _is_day(text: str) -> bool:
 def _file_keys(config: RelaxConfig) -> list[str]:
     """Returns KEY=VALUE for each file key that the user set but that a generated task ignores."""
     data = config.data
-    if any(config.eval.sets.values()):  # the files of evaluation sets have columns
+    if any(config.eval.sets.values()):  # the files in eval.sets are read with the column keys
         return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
     unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None}
     keys = [f"data.{key}={value}" for key, usual in unset.items() if (value := getattr(data, key)) != usual]

@@ -34,7 +34,7 @@ _NO_CAUSE = re.compile(r"\s|Traceback \(most recent call last\)|\^+$|During hand
 _END_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 _CLOSED_S = 10.0  # limit for the exit of a process that closed its pipe
 _START_S = 120.0  # limit for the first reply of a worker
-_CPU_GRACE_S = 1.0  # the owner kills a slow worker before this time; the timer ends a worker without an owner
+_CPU_GRACE_S = 1.0  # the CPU timer adds this to the limit, because a live owner kills the worker at the limit
 _HEADER_BYTES = 4  # header of a message: its length in bytes, big-endian
 _READ_BYTES = 1 << 16
 _SIGNAL_EXIT = 128  # bubblewrap's exit code is this plus the number of the signal that ended the process
@@ -43,8 +43,8 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # threads takes 0.4 ms, not 0.05 ms. With OpenMP's default they spin for milliseconds on cores that other processes
 # need.
 OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
-# This script replaces itself with the program. The program gets the signal when the thread that started it ends, even
-# by a kill. Python ignores SIGPIPE, and the program must not inherit this setting.
+# This script replaces itself with the program. The kernel sends signal ``number`` to the program when the thread that
+# started it ends, even by a kill. Python ignores SIGPIPE, and the program must not inherit this setting.
 _WITH_PARENT = """import ctypes, os, signal, sys
 number, parent, ignored = sys.argv[1:4]
 ctypes.CDLL(None).prctl(1, int(number))
@@ -96,9 +96,9 @@ class Child:
     stderr, and also its stdout if ``stdout`` is None. Without a log, the output goes to this process's stderr.
     ``environment`` replaces this process's environment; with ``sandbox`` it is added to the sandbox's environment.
     ``blocked`` lists the signals that are blocked in the child. ``with_parent`` is a signal that the child gets when
-    the thread that started it ends, even by a kill; the child then ignores the signals ``ignored``. ``start`` limits
-    the time until the child's first answer. Raises OSError if the command cannot be executed, and errors of the
-    sandbox.
+    the thread that started it ends, even by a kill. A child with ``with_parent`` ignores the signals in ``ignored``.
+    ``start`` limits the time until the child's first answer. Raises OSError if the command cannot be executed,
+    and errors of the sandbox.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class OwnerPipe:
             rest = rest[self._answers.write(rest) :]
 
     def leave(self) -> None:
-        """Closes the connection in a child of the worker, which does not answer requests."""
+        """Closes the connection in a forked child of the worker: the child does not answer requests."""
         self._answers.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -59,10 +59,10 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
 
     It has one reward and one ledger entry.
 
-    ``leaves`` has the last row of each segment of the episode. ``reward`` is None if the reward could not be computed;
-    the episode is then dropped, not trained with reward 0. ``ended`` is the reason why the episode ended; for a
-    single-turn episode, the response's finish reason. ``why`` is the reward's short explanation, such as a judge's
-    name, verdict and text.
+    ``leaves`` has the last row of each segment of the episode. A segment is a path from the root to a leaf; a rewritten
+    history adds a segment. ``reward`` is None if the reward could not be computed; the episode is then dropped, not
+    trained with reward 0. ``ended`` is the reason why the episode ended; for a single-turn episode, the response's
+    finish reason. ``why`` is the reward's short explanation, such as a judge's name, verdict and text.
     """
 
     uid: str
@@ -125,9 +125,10 @@ class TokenTree:
         return rows_of_episodes(self.runs, [episode.leaves for episode in self.episodes], self.versions >= 0)
 
     def _one_branch_an_episode(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns `tokens` if each episode has one segment and samples only in the segment's last chain, else None.
+        """Returns `tokens` if each episode has one segment and all its sampled rows are in the segment's last chain.
 
-        This is a fast path for single-turn groups; the general algorithm takes three times as long for them.
+        Otherwise returns None. This is a fast path for single-turn groups; the general algorithm takes three times as
+        long for them.
         """
         runs, sampled = self.runs, self.sampled
         leaves = np.array([episode.leaves[0] for episode in self.episodes])
@@ -198,7 +199,7 @@ class TokenTree:
         return np.where(self.trained_episodes(), oldest, newest)
 
     def rows_of(self, numbers: Sequence[int]) -> np.ndarray:
-        """Returns the rows on the paths of episodes, int64, ascending. ``episodes`` has at least one episode number."""
+        """Returns the rows on the paths of the episodes ``numbers`` (at least one), int64, ascending."""
         leaves = [leaf for number in numbers for leaf in self.episodes[number].leaves]
         return rows_of_episodes(self.runs, [leaves], np.ones(self.rows, dtype=bool))[1]
 
@@ -215,7 +216,7 @@ class TokenTree:
         return tree
 
     def take(self, numbers: Sequence[int]) -> TokenTree:
-        """Returns a tree with only the episodes of these ascending numbers and the rows on their paths.
+        """Returns a tree with only the episodes ``numbers`` (ascending) and the rows on their paths.
 
         The result has ``counts_group`` False.
         """
@@ -265,7 +266,7 @@ def check_tree(tree: TokenTree) -> None:
                 f"{name} has shape {list(array.shape)}, token_ids {list(tree.token_ids.shape)}: give one entry per row"
             )
     if not tree.rows or not tree.episodes:
-        raise wrong("no rows, or no episode: a group without answers is dropped, not put")
+        raise wrong("no rows, or no episode: drop a group without answers instead of putting it on the bus")
     try:
         runs = tree.runs
     except ValueError as error:
@@ -281,9 +282,11 @@ def check_tree(tree: TokenTree) -> None:
         raise wrong("a sampled row has no row before it: a tree begins with its prompt")
     for episode in tree.episodes:
         if any(turn.start >= turn.end for turn in episode.turns):
-            raise wrong(f"episode {episode.uid} has a turn without a token: such an answer is dropped, not put")
+            raise wrong(f"episode {episode.uid} has a turn without a token: drop such an answer")
         if not all(turn.reward is None or math.isfinite(turn.reward) for turn in episode.turns):
-            raise wrong(f"episode {episode.uid} has a turn whose reward is not finite: a turn without one has None")
+            raise wrong(
+                f"episode {episode.uid} has a turn whose reward is not finite: use None for a turn without a reward"
+            )
         rows = [*episode.leaves, *(row for turn in episode.turns for row in (turn.start, turn.end - 1))]
         if not episode.leaves or min(rows) < 0 or max(rows) >= tree.rows:
             raise wrong(f"episode {episode.uid} names row {rows}, but its group has {tree.rows} rows")
@@ -292,15 +295,16 @@ def check_tree(tree: TokenTree) -> None:
 
 
 def _fault_of_turns(tree: TokenTree) -> str | None:
-    """Returns why the turns of a tree contradict the rows of the turns' episodes; None if they are consistent.
+    """Returns why a turn contradicts the rows of its episode; None if all turns are consistent.
 
-    The caller must check before that the turns name rows of the tree.
+    The caller must already have checked that the turns' rows exist in the tree.
     """
     turns = [(episode, turn) for episode in tree.episodes for turn in episode.turns]
     bounds = np.array([(turn.start, turn.end) for _, turn in turns], dtype=np.int64).ravel()
     if not len(bounds):
         return None
-    # An appended entry allows a turn to end at the last row. The results between two turns are ignored.
+    # reduceat takes the minimum between successive bounds; [::2] keeps the turns and drops the rows between two turns.
+    # An appended entry allows a turn to end at the last row.
     oldest = np.minimum.reduceat(np.append(tree.versions, 0), bounds)[::2].tolist()
     reaches = np.minimum.reduceat(np.append(tree.end, 0), bounds)[::2].tolist()
     for (episode, turn), version, reach in zip(turns, oldest, reaches, strict=True):

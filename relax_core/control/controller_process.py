@@ -25,7 +25,7 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 FAILED = 1
 POLL_S = 0.2  # maximum delay in seconds until an end, a finding or a signal is noticed
 IMMEDIATE_END_S = 5.0  # seconds that a controller may take to end immediately
-ANSWER_S = 10.0  # seconds that a controller may take to answer a stop message with whether a train step is done
+ANSWER_S = 10.0  # seconds that a controller may take to report, after a stop message, whether a train step is done
 CONTROLLER = "relax-control"  # process name in `ps` and `top`, at most 15 characters
 
 
@@ -46,12 +46,12 @@ class ControllerProcess:
     """Starts a child process that calls ``main`` and exits with its result.
 
     The stop signals are blocked in the child and in all processes that it starts. With ``has_own_ray`` all processes of
-    the run are descendants of the child; a stop before the first finished train step kills them. The controller answers
-    a stop message with whether a step is done, because its last report may be a second old.
+    the run are descendants of the child; a stop before the first finished train step kills them. After a stop message
+    the controller reports whether a train step is done, because its last report may be a second old.
     """
 
     def __init__(self, main: Callable[[SupervisorPipe], int], signals: StopSignals, *, has_own_ray: bool) -> None:
-        end_starter()  # ends the thread of the sandboxes; the checks before the start have ended
+        end_starter()  # ends the thread that starts sandboxes; only the checks before the start used it
         assert threading.active_count() == 1, "a fork copies the calling thread alone"
         self._signals = signals
         self._has_own_ray = has_own_ray

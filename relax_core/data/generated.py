@@ -1,7 +1,8 @@
 """Generated tasks: every example is a pure function of (task, split, seed, index), so the data cursor is one integer.
 
-A prompt's content determines whether the prompt is held out: its checksum selects one of sixteen slots, and the prompts
-of one fixed slot are held out. So with any seed, training rows and evaluation rows are different.
+In a text task, the checksum of a prompt selects one of sixteen slots, and the prompts of one fixed slot are held out.
+So with any seed, training rows and evaluation rows are different. Media tasks have separate files for the two splits,
+but the same text prompts. The task `SEEDS` has separate numbers for the two splits.
 """
 
 from __future__ import annotations

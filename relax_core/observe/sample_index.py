@@ -106,8 +106,8 @@ class SampleIndex:
     ) -> tuple[int, list[dict[str, Any]]]:
         """Returns the number of matching samples, and at most ``most`` of these samples from index ``first`` on.
 
-        A sample must match all filters. The samples are sorted by ``order``. With ``before``, only samples with a
-        smaller id match.
+        Never returns more than `MAX_ROWS` samples. A sample must match all filters. The samples are sorted by
+        ``order``. With ``before``, only samples with a smaller id match.
 
         Raises ValueError with the valid names for an unknown filter or order.
         """

@@ -210,7 +210,7 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
 
 
 def _step_ms(settled: Sequence[Values], prompt_batches: Sequence[Values]) -> dict[str, float | None]:
-    """Returns mean times. The parts and "other" add up to "total".
+    """Returns the mean milliseconds of a train step and its parts. The parts and "other" add up to "total".
 
     Rollout runs in parallel and is not part of "total".
     """
@@ -374,9 +374,10 @@ MAX_FIRST_GROUPS = 0.75
 
 
 def first_steps_line(first: Sequence[Values], *, temperature: float, group_size: int) -> str | None:
-    """Returns advice if almost no group of the first `FIRST_STEPS` train steps had a learning signal, else None.
+    """Returns advice if at least `MAX_FIRST_GROUPS` of the groups of the first steps had no learning signal, else None.
 
-    ``first`` are the trainer's values of these steps. The remaining arguments are settings of the run.
+    ``first`` are the trainer's values of the first `FIRST_STEPS` train steps. The remaining arguments are settings of
+    the run.
     """
     equal = [values["groups_without_signal"] for values in first if "groups_without_signal" in values]
     if not equal or fmean(equal) < MAX_FIRST_GROUPS:

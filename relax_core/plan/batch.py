@@ -29,7 +29,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def batch_notes(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns sentences about the batch of a train step. Validation has already refused sizes that do not divide."""
+    """Returns sentences about the batch of a train step. Validation already ensures equal mini-batches."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
     words = [
@@ -54,7 +54,7 @@ def batch_notes(config: RelaxConfig, work: Workload) -> list[str]:
 def _micro_batch_notes(config: RelaxConfig, work: Workload) -> Iterator[str]:
     budget, ranks = config.parallel.micro_batch_tokens, config.parallel.dp
     of_ranks = f"{work.micro_batch_rows} rows at most on {plural(work.busy_ranks, 'data-parallel rank')}"
-    passes = f"{plural(work.micro_batches, 'micro-batch')} a pass over the step."
+    passes = f"a pass over the step has {plural(work.micro_batches, 'micro-batch')}."
     if work.groups_together:
         yield f"A micro-batch holds {plural(work.groups_together, 'group')}, {of_ranks}; {passes}"
         cut = "Episodes of one group go to several ranks"
@@ -95,9 +95,9 @@ def media_notes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
         f"tensors on average{most}.",
         f"The bus keeps the tensors of a group once: {media.nbytes / MIB:.2f} MiB, "
         f"{work.groups * media.nbytes / MIB:.1f} MiB a train step.",
-        f"On average, the towers compute for a prompt as much as the language model for {towers:,.0f} rows, "
-        f"{100 * tower_share(config, work, model):.0f}% of a train step's matrix products; at most {patches:,} patches "
-        f"pass a rank's tower together (parallel.micro_batch_patches={budget}).",
+        f"On average, the towers' work for a prompt equals the language model's work for {towers:,.0f} rows. The "
+        f"towers do {100 * tower_share(config, work, model):.0f}% of a train step's matrix products. At most "
+        f"{patches:,} patches pass a rank's tower together (parallel.micro_batch_patches={budget}).",
     ]
     if patches > budget:
         words.append(f"One prompt alone has more patches than parallel.micro_batch_patches={budget} and is never cut.")
@@ -165,9 +165,9 @@ def episode_notes(config: RelaxConfig, work: Workload) -> list[str]:
         count, size = config.rollout.workers * isolated.workers, isolated.worker_memory_gib
         words.append(
             f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
-            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; a process "
-            f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
-            "(their limit), all of it counted in the sum below."
+            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each. Each process uses a core "
+            f"while it computes, and at most {size:g} GiB. The sum below includes the limit of all processes, "
+            f"{count * size:g} GiB."
         )
     if spec.agent is not None:
         words += _agents(config, spec)
@@ -200,8 +200,8 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     return [
         f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
         f"{endpoint}.",
-        f"Each agent may use {MEMORY_GIB:g} GiB, {at_once * MEMORY_GIB:g} GiB together, and have "
-        f"{PROCESSES} processes; the sum below assumes small agents.",
+        f"Each agent may use {MEMORY_GIB:g} GiB (all agents {at_once * MEMORY_GIB:g} GiB) and have {PROCESSES} "
+        "processes. The sum below assumes small agents.",
     ]
 
 
@@ -230,7 +230,7 @@ def credit_notes(config: RelaxConfig, work: Workload) -> list[str]:
 
 
 def _spare_groups_text(spares: int, kept: bool) -> str:
-    """Returns the number of groups that over-sampling generates in addition to the groups that the steps need."""
+    """Describes the groups that over-sampling generates in addition to the groups that the steps need."""
     if not spares:
         return ""
     return f" + {spares} spare, kept for later steps" if kept else f", each step with {spares} spare groups"

@@ -88,7 +88,7 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
     )
 
 
-_BLOCK_WIDTHS = 10  # numbers that a block keeps besides those of its MLP, in widths of a patch
+_BLOCK_WIDTHS = 10  # numbers that a block saves outside its MLP, as a multiple of ``hidden``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ class PatchCost:
 
     Each block saves ``block`` numbers, and the projector saves ``mergers`` numbers. ``inputs`` counts the pixels and
     their embedding, and ``hidden`` is the width of a patch. ``a_row`` patches become one row of the language model,
-    with ``features`` numbers in features and deepstack rows. ``products`` counts the multiplications for one patch,
-    including the attention scores among the patches of the same row only. ``pixel_bytes`` are the bytes of a patch's
-    uint8 pixels in one frame.
+    with ``features`` numbers in features and deepstack rows. ``products`` counts the multiplications for one patch. Of
+    the attention scores, it includes only the scores between patches of the same row. ``pixel_bytes`` are the bytes of
+    a patch's uint8 pixels in one frame.
     """
 
     depth: int
@@ -165,14 +165,14 @@ class ModelDimensions:
 
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts.
     The layers ``delta_layer_numbers``, counted from 0, have ``delta_net`` in place of attention. With ``output_gate``
-    the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with
-    ``qk_norm`` query and key heads have a norm. Norms are ``zero_centered`` if they multiply by 1 + their weight.
-    ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters of its encoder,
-    which include ``projector`` parameters of the vision encoder's projector and ``audio_projector`` of the audio
-    encoder's.
+    the query projection also computes a gate with as many numbers as the queries. With ``qkv_bias`` query, key and
+    value have a bias; with ``qk_norm`` query and key heads have a norm. Norms are ``zero_centered`` if they multiply by
+    1 + their weight. ``rotary`` numbers of a head are rotated. ``towers`` maps a modality to the number of parameters
+    of its encoder, including the encoder's projector. ``projector`` is the number of parameters of the vision encoder's
+    projector, and ``audio_projector`` the number for the audio encoder's projector.
     ``patches`` is the cost of a patch in a trained vision tower. ``row_products`` counts the multiplications of a row
-    (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
-    seconds in the audio tower.
+    (`relax_core.families.towers.row_products`). ``audio_frame_products`` counts the audio tower's multiplications per
+    frame, for a sound of 30 seconds.
     """
 
     name: str
@@ -197,7 +197,7 @@ class ModelDimensions:
     towers: Mapping[str, int] = field(default_factory=dict)
     projector: int = 0
     audio_projector: int = 0
-    deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
+    deepstack_layers: int = 0  # number of first layers that add outputs of the vision tower
     patches: PatchCost | None = None
     row_products: int = 1
     audio_frame_products: int = 0
@@ -243,7 +243,10 @@ class ModelDimensions:
         return self.layers * self.hidden * self.experts.count if self.experts else 0
 
     def tower_work(self, *, patches: float, audio_frames: float) -> float:
-        """Returns the towers' work for patches and audio frames, in rows, without attention scores among patches."""
+        """Returns how many rows of the language model need as many multiplications as the towers need for these inputs.
+
+        Attention scores between patches of different rows are not counted.
+        """
         seen = 0 if self.patches is None else patches * self.patches.products
         return (seen + audio_frames * self.audio_frame_products) / self.row_products
 

@@ -1,8 +1,8 @@
-"""If `engine.threads` is 0, derives it: the CPU threads of one engine, and of one trainer rank on CPU cores.
+"""Derives `engine.threads` if it is 0: the number of CPU threads of each engine, and of each trainer rank on CPU cores.
 
-In colocate mode engines and trainer ranks alternate. Each may use all cores, because waiting threads sleep. In async
-mode engines and ranks share the cores. More threads make a small model slower, because each operator waits for all
-threads.
+In colocate mode on one machine without GPUs, engines and trainer ranks alternate, and waiting threads sleep. The cores
+are therefore divided among the engines or among the ranks, whichever are more. In all other runs each engine and rank
+gets one thread. So does a small model, because more threads make it slower: each operator waits for all threads.
 """
 
 from __future__ import annotations

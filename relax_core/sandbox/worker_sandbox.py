@@ -1,8 +1,8 @@
 """Builds the sandbox of a Relax worker process, such as the worker of isolated rewards.
 
-Outside the sandbox, the process has the user id of the run, so that it can read an interpreter that only root or this
-user can read. The id gives no further access: the process has no capabilities, sees the machine's files read-only, and
-sees no secrets.
+The machine sees the process with the user id of the run. The process can therefore read an interpreter that only root
+or this user can read. The id gives no further access: the process has no capabilities, sees the machine's files
+read-only, and sees no secrets.
 """
 
 from __future__ import annotations

@@ -227,9 +227,9 @@ class RunReader:
         return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
 
     def _tried(self, name: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns the content of a file.
+        """Returns the result of ``read``, which reads the file ``name``.
 
-        If the file cannot be read, returns ``otherwise``, and the overview lists the problem.
+        Returns ``otherwise`` if the file is missing or unreadable. The overview lists unreadable files.
         """
         try:
             found = read()
@@ -377,10 +377,10 @@ class _YamlLoader(yaml.SafeLoader):
         self._nodes += 1
         self._depth += 1
         if self._nodes > MAX_NODES or self._depth > MAX_YAML_DEPTH:
-            raise ValueError(f"it has more than {MAX_NODES} nodes, or some deeper than {MAX_YAML_DEPTH}")
+            raise ValueError(f"it has more than {MAX_NODES} nodes, or nodes deeper than {MAX_YAML_DEPTH}")
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_SCALAR:
-            node.tag = "tag:yaml.org,2002:str"  # numbers and times are shorter
+            node.tag = "tag:yaml.org,2002:str"  # not parsed: a number or time is shorter
         self._depth -= 1
         return node
 

@@ -52,7 +52,7 @@ def test_sympy_reads_text_by_the_grammar_alone(text: str) -> None:
     with pytest.raises(SyntaxError):
         guarded(lambda: sympy.parse_expr(text))
     with pytest.raises(EvaluationRefused):
-        guarded(lambda: sympy.parse_expr.__wrapped__(text))  # like a module outside sympy that imported the function
+        guarded(lambda: sympy.parse_expr.__wrapped__(text))  # the original, which other modules may have imported
 
 
 def test_sympy_still_reads_numbers() -> None:
@@ -67,7 +67,7 @@ def test_the_name_of_an_unknown_is_no_part_of_a_program(tmp_path: Path) -> None:
     evil = sympy.Symbol(f"__import__('os').mkdir({str(tmp_path / 'ran')!r})")
     n = sympy.Symbol("n")
     series = sympy.Sum(evil**n / sympy.factorial(n), (n, 0, sympy.oo))
-    with contextlib.suppress(TypeError):  # without this function, sympy cannot decide whether the terms vanish
+    with contextlib.suppress(TypeError):  # without lambdify, sympy cannot decide whether the terms vanish
         guarded(lambda: (series - sympy.sqrt(5)).evalf())
     assert not (tmp_path / "ran").exists()
     with pytest.raises(NotImplementedError):

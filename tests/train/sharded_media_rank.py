@@ -1,4 +1,6 @@
-"""Runs one rank of multimodal models: with complete towers and equal stages, and with the changes of `CASES`.
+"""Runs one rank of each case twice: with complete towers and equal stages, and with the changes of the case.
+
+Writes the differences of the two runs. The cases are multimodal models in the layouts of `CASES`.
 
 python sharded_media_rank.py <rank> <ranks> <port> <folder of the models>
 """

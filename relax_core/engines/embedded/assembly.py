@@ -96,7 +96,7 @@ def _check(arguments: argparse.Namespace, max_positions: int) -> None:
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give 1 or more")
     if arguments.prefix_cache_tokens < 0:
-        raise ValueError(f"--prefix-cache-tokens {arguments.prefix_cache_tokens}: give 0, which keeps none, or more")
+        raise ValueError(f"--prefix-cache-tokens {arguments.prefix_cache_tokens}: give 0 or more; 0 keeps no prefixes")
     if arguments.context_length > max_positions:
         raise ValueError(
             f"--context-length {arguments.context_length}: the model has {max_positions} positions; give at most "
@@ -139,7 +139,10 @@ class _Server(uvicorn.Server):
 
 
 async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, token: str, ready: str) -> None:
-    """Serves ``app`` and the proof of ``token`` on the socket ``listener``; prints ``ready`` once it listens."""
+    """Serves ``app`` on the socket ``listener``; prints ``ready`` once it listens.
+
+    `ServerProof` also answers requests for a proof that this server knows ``token``.
+    """
     connections = OpenConnections(connection_limit())
     config = uvicorn.Config(
         ServerProof(app, token=token),

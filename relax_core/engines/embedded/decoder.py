@@ -110,11 +110,11 @@ class Prefix:
     """Describes tokens that are prefilled once, and the samples that continue from these tokens.
 
     ``token_ids`` is the prompt; for a retracted sample, the prompt and its generated tokens. ``keys`` has the random
-    key of each sample, uint64. ``done`` and ``done_logprobs`` are the generated tokens of a retracted sample, which are
-    the end of ``token_ids``, and their log-probs. ``routes`` is set if experts are requested. ``done_routes`` are the
-    experts of ``done`` without its last token, which has not passed through the model. ``done_kept`` has the kept sets
-    of ``done``, if requested. ``media`` has the media inputs of ``token_ids``, and ``items`` the media items with their
-    positions.
+    key of each sample, uint64. ``done`` has the generated tokens of a retracted sample, which are the end of
+    ``token_ids``, and ``done_logprobs`` their log-probs. ``routes`` is set if experts are requested. ``done_routes``
+    are the experts of ``done`` without its last token, which has not passed through the model. ``done_kept`` has the
+    kept sets of ``done``, if requested. ``media`` has the media inputs of ``token_ids``, and ``items`` the media items
+    with their positions.
     """
 
     token_ids: Sequence[int]
@@ -263,7 +263,7 @@ class SlotTable:
         self._token[slots] = ids[:, -1]
 
     def _finished(self, first: int) -> np.ndarray:
-        """Returns the slots from ``first`` on with a sample that its newest token finishes."""
+        """Returns the slots, from ``first`` on, with samples that end with their newest token."""
         slots = slice(first, self.count)
         finished = (self._stop[slots] == self._token[slots, None]).any(1)
         finished |= self._length[slots] >= self._limit[slots]
@@ -316,7 +316,8 @@ class Decoder:
 
     ``dtype`` is the dtype of the model's weights. The prefix cache keeps up to ``prefix_cache_tokens`` tokens of ended
     samples, in addition to the KV cache. ``cached`` has, for each prefix of the newest `admit`, the number of tokens
-    without computation: the tokens of a kept prefix, or all tokens if an equal prefix was computed.
+    that needed no computation: the tokens found in the prefix cache, or all tokens if the call computed an equal
+    prefix.
     """
 
     def __init__(

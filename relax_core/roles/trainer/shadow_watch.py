@@ -17,7 +17,7 @@ from relax_core.contracts.reward import SHADOW, SHADOW_GAP
 
 HACK_ONSET = "hack_onset"  # metric: the train step at which the denied share began to rise; only during an alarm
 DENIED, USUAL = "shadow_denied", "shadow_denied/usual"  # metrics: the newest denied share, and the usual denied share
-BASE_STEPS, BASE_RIGHT = 5, 40  # number of first steps, and of accepted answers in them, for the usual denied share
+BASE_STEPS, BASE_RIGHT = 5, 40  # minimum number of steps and accepted answers for the usual denied share
 NEWEST_STEPS, NEWEST_GROUPS = 3, 6  # minimum number of steps and groups for a judgement
 MAX_STEPS = 12  # most steps that are compared; the onset is one of them
 GROUPS_WITH_GAP = 3  # minimum, because a single unusual prompt is no exploit

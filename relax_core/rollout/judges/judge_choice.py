@@ -34,7 +34,7 @@ def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) ->
     """Returns the settings of a judge's engine: the settings of the run's engines, with the judge's kind and context.
 
     A judge with another kind of engine does not get the settings that only the run's kind of engine reads.
-    ``positions`` is the largest number of tokens of the judge's model.
+    ``positions`` is the number of positions of the judge's model.
     """
     same_kind = judge.engine == engine.name
     kept = replace(engine, urls=[], token_file=None, tp=1, port=0)
@@ -50,5 +50,5 @@ def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) ->
 
 
 def judge_positions(folder: Path) -> int:
-    """Returns the largest number of tokens of the model in a Hugging Face folder."""
+    """Returns the number of positions of the model in a Hugging Face folder: the maximum tokens of a sequence."""
     return int(language_values(read_hf_config(folder))["max_position_embeddings"])

@@ -1,7 +1,7 @@
 """Scores the answers of one call in a separate process, for rewards that evaluate answers as programs.
 
-A program in an answer can change the process that evaluates the answer. Therefore each call gets a new process, which
-has no pipe to the run, and cannot create files or processes.
+A program in an answer can change the process that evaluates the answer. Therefore each call gets a new process. The
+process closes the worker's pipe to the run, and it cannot create files or processes.
 """
 
 from __future__ import annotations

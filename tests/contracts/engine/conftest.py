@@ -88,7 +88,7 @@ def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts embedded engines for one test, by default with the fixture's launch. Keywords replace fields."""
+    """Starts embedded engines for one test, by default with ``launch``. Keywords replace fields of the launch."""
     started: list[tuple[EngineLaunch | None, EngineProcess]] = []
 
     def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
