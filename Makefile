@@ -175,8 +175,8 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "relax: $(PYTHON) is missing. Install Python 3.11 with venv (Debian, Ubuntu: apt-get install python3.11 python3.11-venv)," \
 	       "or name another: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
-	  echo "relax: $(PYTHON) is not Python 3.11. Name one: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "relax: $(PYTHON) is not Python 3.11, 3.12 or 3.13. Name one: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone, so that TORCH_ARGS="--index-url URL" can point pip at CPU wheels.

@@ -89,11 +89,14 @@ def doctor_command(*, clean: bool = False) -> int:
 
 def _python() -> Iterator[DoctorFinding]:
     found = ".".join(map(str, sys.version_info[:3]))
-    right = sys.version_info[:2] == (3, 11)
-    message = f"{found} at {sys.executable}" + (
-        "" if right else "; Relax needs 3.11: make env PYTHON=/path/to/python3.11"
-    )
-    yield DoctorFinding(topic="python", verdict=Verdict.good if right else Verdict.bad, message=message)
+    place = f"{found} at {sys.executable}"
+    if sys.version_info[:2] == (3, 11):
+        yield DoctorFinding(topic="python", verdict=Verdict.good, message=place)
+    elif (3, 11) < sys.version_info[:2] <= (3, 13):
+        yield DoctorFinding(topic="python", verdict=Verdict.note, message=f"{place}; Relax is tested with 3.11")
+    else:
+        message = f"{place}; Relax needs 3.11, 3.12 or 3.13: make env PYTHON=/path/to/python3.11"
+        yield DoctorFinding(topic="python", verdict=Verdict.bad, message=message)
 
 
 def _libraries() -> Iterator[DoctorFinding]:

@@ -9,6 +9,7 @@ process that owns them (`bus/media_storage.py`).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
@@ -36,6 +37,7 @@ _CLOSED_S = 10.0  # limit for the exit of a process that closed its pipe
 _START_S = 120.0  # limit for the first reply of a worker
 _CPU_GRACE_S = 1.0  # the CPU timer adds this to the limit, because a live owner kills the worker at the limit
 _HEADER_BYTES = 4  # header of a message: its length in bytes, big-endian
+log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _SIGNAL_EXIT = 128  # bubblewrap's exit code is this plus the number of the signal that ended the process
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -452,7 +454,7 @@ class LimitedLog:
     """Copies output written to ``descriptor`` into a file, up to ``max_bytes``, and drops all further output.
 
     So a process with endless output never waits for a reader and never fills the disk. Without a ``path`` all output is
-    dropped.
+    dropped. Output that cannot be written, for example on a full disk, is dropped, too, and a warning is logged once.
     """
 
     def __init__(self, path: Path | None, *, max_bytes: int) -> None:
@@ -467,15 +469,22 @@ class LimitedLog:
         os.close(self.descriptor)
 
     def _drain(self) -> None:
+        failed = False
         while part := os.read(self._reader, _READ_BYTES):
             if self._path is None or not self._left:
                 continue
             written = part[: self._left]
-            self._left -= len(written)
-            with self._path.open("ab") as file:
-                file.write(written)
-                if not self._left:
-                    file.write(b"\n[the log has reached its limit; further output is dropped]\n")
+            try:
+                with self._path.open("ab") as file:
+                    file.write(written)
+                    if len(written) == self._left:
+                        file.write(b"\n[the log has reached its limit; further output is dropped]\n")
+            except OSError as error:  # such as a full disk; the processes that write must not wait
+                if not failed:
+                    log.warning("output of workers is lost, because %s cannot be written: %s", self._path, error)
+                failed = True
+            else:
+                self._left -= len(written)
         os.close(self._reader)
 
 

@@ -175,8 +175,9 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         if sets.ids.size and sets.ids.max() >= self.vocab_size:
             return f"a kept set has token {int(sets.ids.max())}, but the vocabulary has {self.vocab_size}"
         sampled = np.asarray(token_ids, dtype=np.int64)
-        if sampled.size and not 0 <= sampled.min() <= sampled.max() < self.vocab_size:
-            return f"kept sets of a vocabulary of {self.vocab_size} came for token {int(sampled.max())}"
+        unknown = sampled[(sampled < 0) | (sampled >= self.vocab_size)]
+        if unknown.size:
+            return f"kept sets of a vocabulary of {self.vocab_size} came for token {int(unknown[0])}"
         inside = sets.counts == 0
         found = sets.ids == np.repeat(sampled[sets.listed], sets.counts[sets.listed])
         inside[np.repeat(np.flatnonzero(sets.listed), sets.counts[sets.listed])[found]] = True

@@ -198,7 +198,7 @@ TORCH_S = 60.0  # seconds for an interpreter to import torch and to query the dr
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # device files of NVIDIA, of AMD, and of WSL for GPUs under Windows
 SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
-    "placement=gpu: Relax has run on one GPU only, with the trainer of a tiny model and the embedded engine. Several "
+    "GPUs: Relax has run on one GPU only, with the trainer of a tiny model and the embedded engine. Several "
     "GPUs, SGLang on a GPU, the transfer of weights to it, and recovery on GPUs have been tested only on CPU cores, "
     "and the plan's memory numbers for a GPU are assumptions. "
     "Begin with a few steps of a small model, and watch the memory and the log-prob gap between engine and trainer."

@@ -151,7 +151,7 @@ def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
 def test_the_tab_key_completes_groups_options_and_keys() -> None:
     """Imitates the shell's completion request to `relax`, by Hydra's protocol."""
     for line, words in (
-        ("relax placement=", ["placement=cpu", "placement=gpu"]),
+        ("relax placement=", ["placement=cpu", "placement=gpu", "placement=one_gpu"]),
         ("relax rollout.temp", ["rollout.temperature="]),
     ):
         environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_CWORD": "1"}

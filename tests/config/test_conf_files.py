@@ -27,7 +27,8 @@ OPTIONS = [(group, option) for group in groups() for option in yaml_options(grou
 JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
 GAME = ["model.task=number_guess", "engine.context_length=2048"]  # for envs with rows and reward of their own
 TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
-ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
+PRESETS = [option for option in yaml_options("experiment") if option.endswith("gpu")]
+ONLY_PLANNED = ("gpu", "one_gpu", "qwen3_omni", *PRESETS)
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "clearml": "clearml", "all_offline": "clearml"}  # make test-trackers
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 PUBLISHED = [option for option in yaml_options("model") if not option.startswith("tiny_") and option not in PRETRAINED]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from relax_core.contracts.child_process import (
     Child,
     ChildLost,
     Limit,
+    LimitedLog,
     cause_in,
     cause_in_log,
     import_path,
@@ -189,3 +191,16 @@ def _await_end(processes: list[psutil.Process]) -> None:
     ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
+
+
+def test_output_that_cannot_be_written_holds_up_nobody_and_the_log_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wait_until: Callable[..., None]
+) -> None:
+    path = tmp_path / "folder" / "log"  # the folder is missing, so each write fails
+    output = LimitedLog(path, max_bytes=10)
+    for _ in range(3):  # more than a pipe holds
+        os.write(output.descriptor, b"x" * (1 << 16))
+    path.parent.mkdir()
+    wait_until(lambda: os.write(output.descriptor, b"y") and path.exists(), what="output after the failure")
+    output.close()
+    assert len([record for record in caplog.records if str(path) in record.getMessage()]) == 1

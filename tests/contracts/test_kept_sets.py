@@ -79,6 +79,10 @@ def test_what_is_no_encoding_is_told(kept: KeptTokens, message: str) -> None:
     assert message in str(kept.fault([3, 3]))
 
 
+def test_a_negative_token_is_named() -> None:
+    assert str(KeptTokens.of_mask(np.ones((2, 3), dtype=bool)).fault([2, -1])).endswith("came for token -1")
+
+
 @pytest.mark.parametrize(
     ("sets", "message"), [([[3], []], "token 1 is empty"), ([[3], [VOCAB]], "not in 0..99"), ([[-1]], "not in 0..99")]
 )

@@ -21,6 +21,10 @@ from relax_core.roles.process_placement import roles_of
 from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {
+    "qwen3_0_6b_24gb_1gpu": 1,
+    "qwen3_1_7b_48gb_1gpu": 1,
+    "qwen3_4b_80gb_1gpu": 1,
+    "qwen3_vl_4b_80gb_1gpu": 1,
     "qwen3_4b_colocate_8gpu": 8,
     "qwen3_4b_async_8gpu": 8,
     "qwen3_30b_a3b_async_16gpu": 16,

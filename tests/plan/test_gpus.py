@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.choices import ModeName
 from relax_core.config.compose import compose, typed_config
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
@@ -15,7 +16,7 @@ from relax_core.plan.build_plan import as_text, make_plan
 from relax_core.plan.placement import UNSEEN, FoundGpus, find_gpus, gpu_problems, machine_faults
 
 GIB = 1 << 30
-ONE = ["placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1"]
+ONE = ["placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded"]
 
 
 def planned(*overrides: str) -> RelaxConfig:
@@ -70,11 +71,28 @@ def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
 def test_a_placement_on_gpus_is_no_mistake_and_turns_on_them_are_not_built() -> None:
     assert problems_of(planned(*ONE)) == []
     plan = make_plan(planned(*ONE))
-    assert plan.warnings == [UNSEEN] and "Warning   placement=gpu: Relax has run on one GPU" in as_text(plan)
+    assert plan.warnings == [UNSEEN] and "Warning   GPUs: Relax has run on one GPU" in as_text(plan)
     assert make_plan(planned()).warnings == []
 
 
-SHARED = ("placement=gpu", "placement.gpus_per_node=1", "mode=colocate", "engine=sglang")
+SHARED = ("placement=one_gpu",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode", "engine"),
+    [
+        (["placement=gpu"], ModeName.asynchronous, "sglang"),
+        (["placement=gpu", "engine=embedded"], ModeName.asynchronous, "embedded"),
+        (["placement=one_gpu"], ModeName.colocate, "sglang"),
+        (["mode=async", "engine=embedded", "placement=one_gpu"], ModeName.asynchronous, "embedded"),
+        ([], ModeName.asynchronous, "embedded"),
+    ],
+)
+def test_a_placement_on_gpus_chooses_sglang_unless_an_engine_is_chosen(
+    overrides: list[str], mode: ModeName, engine: str
+) -> None:
+    config = planned(*overrides)
+    assert (config.mode.name, config.engine.name) == (mode, engine)
 
 
 def test_one_machine_shares_its_gpus_between_trainer_and_engines() -> None:

@@ -18,7 +18,7 @@ from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehea
 from relax_core.train.rehearsal.counts import extrapolated
 
 PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
-ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1")
+ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
 WITHIN = 0.03
 GRAIN, FLOAT = 512, 4
 
