@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +20,7 @@ import msgspec
 from relax_core.config.choices import LauncherKind, ModeName
 from relax_core.config.saved_config import to_yaml_with_secrets
 from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts.child_process import import_path, module_command
 from relax_core.plan.build_plan import Plan
 from relax_core.plan.context_length import planned_context
 from relax_core.plan.gpu_terms import fullest_stages, trainer_phases
@@ -34,7 +33,6 @@ from relax_core.roles.process_placement import roles_of
 from relax_core.train.device import VARIABLE
 from relax_core.train.rehearsal.counts import ONCE, REDUCE, Counts, Section, extrapolated
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FORWARD_ROLES = ("critic", "reference", "actor_fwd", "teacher")  # roles with a model of torch that are not rehearsed
 _DATA_PARALLEL = "DATA_PARALLEL"  # in the names of Megatron's groups
 CHILD_S = 1800.0  # longest time of a child process; Qwen3.5-35B takes about 250 s on two busy cores
@@ -248,9 +246,9 @@ def run_jobs(config: RelaxConfig, work: Workload, jobs: Sequence[Job]) -> list[C
 
 
 def _reply(text: str, work: Workload, jobs: list[Job]) -> list[Counts]:
-    environment = {**os.environ, VARIABLE: "meta", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *_python_path()])}
+    environment = {**os.environ, VARIABLE: "meta", "PYTHONPATH": import_path()}
     request = msgspec.json.encode(Request(config=text, work=work, jobs=jobs))
-    command = [sys.executable, "-m", "relax_core.plan.rehearsal_child"]
+    command = module_command("relax_core.plan.rehearsal_child")
     try:
         done = subprocess.run(
             command, input=request, capture_output=True, env=environment, timeout=CHILD_S, check=False
@@ -269,10 +267,6 @@ def _reply(text: str, work: Workload, jobs: list[Job]) -> list[Counts]:
     if reply.refused is not None:
         raise ValueError(f"plan=rehearse: {reply.refused}")
     return reply.counts
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 # -- The report -----------------------------------------------------------------------------------------------------
