@@ -10,12 +10,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import parallel_layout
-from relax_core.train.megatron_rank import MegatronRank, RankSetup, micro_batch_sums
+from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
@@ -81,20 +81,17 @@ class MegatronBackend(MegatronRank):
                 return head.logprobs.sum() * 0.0
             inputs = self._loss_inputs(batch, head)
             outputs = self._algorithm.loss(inputs, self._config)
-        if reports():
-            with self.timed("sums"):
-                self._add_sums(batch.groups, inputs, outputs)
+            if reports():
+                self._computed.append(ComputedTrees.of(batch.groups, outputs, inputs.logprobs))
         return outputs.loss_sum
 
-    def _add_sums(self, groups: Sequence[TokenTree], inputs: LossInputs, outputs: LossOutputs) -> None:
-        sums = micro_batch_sums(groups, outputs)
-        logprobs = inputs.logprobs.detach().cpu().numpy()
-        gap = on_policy_gap(groups, logprobs)
+    def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
+        """Adds the log-prob gap to the engine, and logs the trained samples; see `MegatronRank.add_column`."""
+        gap = on_policy_gap(trees, column)
         sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
         sums.gap_max = float(gap.max(initial=0.0))
-        self._sums.add(sums)
         if self._samples is not None:
-            self._samples.trained(self._step, groups, logprobs)
+            self._samples.trained(self._step, trees, column)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
         """Counts and logs groups without a gradient; see `MegatronRank.count`."""

@@ -123,6 +123,16 @@ class TreeValueModel(TreeGPTModel):
         return F.linear(hidden.float(), weight, bias)[:, 0]
 
 
+class _NoOffset:
+    """Stands for 0 in Megatron's sum of a gated unit's linear half and an offset: the sum is the linear half itself.
+
+    The sum with a number would be a further tensor, which autograd keeps for the backward pass.
+    """
+
+    def __radd__(self, linear: Tensor) -> Tensor:
+        return linear
+
+
 def transformer_config(
     architecture: Architecture,
     parallel: ParallelConfig,
@@ -140,7 +150,7 @@ def transformer_config(
         }
     arguments["activation_func"] = getattr(F, arguments.pop("activation"))
     pipeline = parallel.pp > 1
-    return TransformerConfig(
+    config = TransformerConfig(
         # Variable lengths need this setting in a dense model, too.
         **{"moe_token_dispatcher_type": "alltoall"} | arguments,
         tensor_model_parallel_size=parallel.tp,
@@ -174,6 +184,8 @@ def transformer_config(
         apply_rope_fusion=False,
         cuda_graph_scope=[],  # The default value logs a deprecation warning.
     )
+    config.glu_linear_offset = _NoOffset()
+    return config
 
 
 def build_chunks(

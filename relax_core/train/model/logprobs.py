@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.train.device import training_device, wide_product
+from relax_core.train.device import add_wide_product, training_device, wide_product
 
 _MASKS = 32  # The number of bitmasks that are unpacked at the same time, to one byte per token of the vocabulary.
 
@@ -450,7 +450,7 @@ class _HeadOutputs(torch.autograd.Function):
                 if matrix.dtype == dtype:
                     own.addmm_(delta.t(), scaled)
                 else:
-                    own += wide_product(delta.t(), scaled.to(matrix.dtype), dtype)
+                    add_wide_product(own, delta.t(), scaled.to(matrix.dtype))
                 for column, incoming in taken:
                     grad_weight.index_put_((column,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
