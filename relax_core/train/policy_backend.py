@@ -221,12 +221,13 @@ class MegatronBackend(MegatronRank):
             assert top is not None, "the teacher writes ids and log-probs together"
             gathered = batch.of_tokens(head.gathered, otherwise=top)
         entropy = None if head.entropy is None else batch.of_tokens(head.entropy, otherwise=torch.zeros_like(old))
+        loss_mask = [group.loss_mask[group.tokens[1]] for group in groups]
         return LossInputs(
             logprobs=batch.of_tokens(head.logprobs, otherwise=old),
             old_logprobs=old,
             rollout_logprobs=rollout,
             advantages=advantages,
-            loss_mask=self._column([group.loss_mask[group.tokens[1]] for group in groups]),
+            loss_mask=self._column(loss_mask),
             sample_ids=torch.from_numpy(layout.sample_ids).to(self._device),
             num_samples=layout.num_samples,
             reference_logprobs=column("reference_logprobs"),
@@ -234,6 +235,7 @@ class MegatronBackend(MegatronRank):
             entropy=entropy,
             teacher_top_logprobs=top,
             top_logprobs=gathered,
+            trained=self._column([np.flatnonzero(np.concatenate(loss_mask))]),
         )
 
 
