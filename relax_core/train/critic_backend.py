@@ -11,7 +11,7 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums
+from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums, joined
 from relax_core.train.micro_batches import moment_sums
 from relax_core.train.model.tree_attention import TreeBatch
 
@@ -49,11 +49,10 @@ class CriticBackend(MegatronRank):
 
     def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
         """Adds the moments of returns and errors; see `MegatronRank.add_column`."""
-        returns = [tree.of_tokens("returns") for tree in trees]
         sums.algorithm |= moment_sums(
-            returns=np.concatenate([part for part in returns if part is not None]),
+            returns=joined([tree.of_tokens("returns") for tree in trees]),
             values=column,
-            loss_mask=np.concatenate([tree.loss_mask[tree.tokens[1]] for tree in trees]),
+            loss_mask=joined([tree.loss_mask[tree.tokens[1]] for tree in trees]),
         )
 
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:

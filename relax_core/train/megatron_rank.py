@@ -178,6 +178,13 @@ class ComputedTrees:
         return sums
 
 
+def joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Joins one array for each group."""
+    present = [array for array in arrays if array is not None]
+    assert len(present) == len(arrays), "either all groups of a step have a column or none has it"
+    return np.concatenate(present)
+
+
 def _read_together(parts: Sequence[Tensor]) -> list[np.ndarray]:
     """Returns tensors of one axis as arrays, after one read of the device."""
     return np.split(torch.cat(list(parts)).cpu().numpy(), np.cumsum([len(part) for part in parts[:-1]]))
@@ -653,9 +660,7 @@ class MegatronRank:
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
         """Joins one array for each group into one tensor on the device."""
-        present = [array for array in arrays if array is not None]
-        assert len(present) == len(arrays), "either all groups of a step have a column or none has it"
-        return torch.from_numpy(np.concatenate(present)).to(self._device)
+        return torch.from_numpy(joined(arrays)).to(self._device)
 
     def _forward_only(
         self,

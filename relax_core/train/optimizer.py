@@ -31,7 +31,7 @@ ADAM_BETA1 = 0.9
 IN_TOWER = "in_tower"  # The optimizer finds the learning rate of the towers' parameters by this attribute.
 
 
-def _norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+def _norm(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Returns the norm of the tensors of the only list, float32 ``[1]`` on their device.
 
     The order of the sums is Megatron's, whose own function reads the norm of each tensor on the host.
@@ -40,7 +40,7 @@ def _norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], per_t
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).reshape(1), None
 
 
-def _scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+def _scale(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
     """Multiplies tensors by ``factor``; both lists are the same, so no tensor is copied."""
     sources, targets = lists
     assert sources is targets, "Megatron scales gradients in place"

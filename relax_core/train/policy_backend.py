@@ -15,7 +15,7 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import parallel_layout
-from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums
+from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums, joined
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
@@ -235,7 +235,7 @@ class MegatronBackend(MegatronRank):
             entropy=entropy,
             teacher_top_logprobs=top,
             top_logprobs=gathered,
-            trained=self._column([np.flatnonzero(np.concatenate(loss_mask))]),
+            trained=self._column([np.flatnonzero(joined(loss_mask))]),
         )
 
 
