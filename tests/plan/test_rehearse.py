@@ -95,7 +95,8 @@ def test_every_preset_is_within_three_percent_and_fits(preset: str) -> None:
 
 def test_the_blocks_of_a_tower_do_not_read_the_device() -> None:
     config = planned(*ONE_GPU, "model=tiny_qwen3_vl", "data=see")
-    (counts,) = run_jobs(config, make_plan(config).work, [Job(rank=0, layers=1, micro_batches=2)])
+    plan = make_plan(config)
+    (counts,) = run_jobs(config, plan.work, [Job(rank=0, layers=plan.model.layers, micro_batches=2)])
     assert counts.flops[EMBEDDING], "the tower computes"
     check_reads(counts)
 

@@ -6,6 +6,7 @@ A critic has a value head on top of the same layers.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -46,6 +47,8 @@ from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.media_features import add_towers, with_features
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer, number_routers
 from relax_core.train.model.tree_attention import TreeBatch
+
+log = logging.getLogger(__name__)
 
 
 class TreeGPTModel(GPTModel):
@@ -202,6 +205,9 @@ def build_chunks(
     ``value_head`` is True the model has no output layer, not even a tied output layer.
     """
     config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
+    if training_device().cuda and not has_transformer_engine():
+        experts = "" if architecture.experts is None else ", and the products of a layer's experts run one by one"
+        log.warning("transformer_engine is not installed: norms and linear layers are torch's%s", experts)
     chunks = []
     for chunk in range(parallel.vpp):
         vp_stage = chunk if parallel.vpp > 1 else None
