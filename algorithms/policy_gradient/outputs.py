@@ -133,7 +133,7 @@ def metric_sums(
     """
     import torch  # imported here, because settings are checked in processes that have no torch
 
-    ratio, log_ratio, mask = policy.ratio.detach(), policy.log_ratio.detach(), inputs.loss_mask
+    ratio, log_ratio = policy.ratio.detach(), policy.log_ratio.detach()
     per_token = {
         "ratio": ratio,
         "clip_low": policy.cut_low,
@@ -144,7 +144,7 @@ def metric_sums(
         "advantage_size": inputs.advantages.abs(),
         **{name: values.detach() for name, values in extra.items()},
     }
-    trained = torch.stack([values.to(torch.float32) for values in per_token.values()])[:, mask]
+    trained = inputs.of_trained(torch.stack([values.to(torch.float32) for values in per_token.values()]))
     count = trained.new_tensor(float(trained.shape[1]))
     sums = {name: (value, count) for name, value in zip(per_token, trained.sum(dim=1).unbind(), strict=True)}
     if trained.shape[1]:

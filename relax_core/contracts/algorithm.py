@@ -107,8 +107,9 @@ class AdvantageInputs:
 class LossInputs:
     """Holds the inputs of one micro-batch.
 
-    ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. The last five are
+    ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. Five tensors are
     None unless `Requirements` requests them. ``top`` in a name refers to the teacher's top-k tokens at each position.
+    The trainer gives the indexes ``trained``, so that `of_trained` need not read the mask on the device.
 
     All log-probs and the entropy of a token are computed over the same candidate tokens: the tokens that top_k, top_p
     and min_p kept when the token was sampled, without the banned tokens. If fewer than ``top_k`` candidates were kept,
@@ -127,6 +128,11 @@ class LossInputs:
     entropy: Tensor | None = None  # [tokens], nats, of the current weights
     teacher_top_logprobs: Tensor | None = None  # [tokens, top_k]
     top_logprobs: Tensor | None = None  # [tokens, top_k], of the current weights for the teacher's top-k tokens
+    trained: Tensor | None = None  # [trained tokens] int64, where loss_mask is True
+
+    def of_trained(self, columns: Tensor) -> Tensor:
+        """Returns the trained tokens' entries of ``columns`` ``[…, tokens]``."""
+        return columns[..., self.loss_mask if self.trained is None else self.trained]
 
 
 @dataclass(frozen=True, kw_only=True)

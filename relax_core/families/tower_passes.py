@@ -77,9 +77,33 @@ def pass_items(
     parameter = next(module.parameters())
     alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
     pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
-    grid = torch.tensor([list(item_grid) for item_grid in grids], dtype=torch.int64, device=parameter.device)
-    output: Any = module(pixels, grid_thw=grid)
+    grid = torch.tensor([list(item_grid) for item_grid in grids], dtype=torch.int64)
+    output: Any = module(pixels, grid_thw=grid, **_of_grid(module, grid, device=parameter.device))
     return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+
+
+def _of_grid(module: Any, grid: Tensor, *, device: torch.device) -> dict[str, Tensor]:
+    """Returns what a vision tower derives from ``grid`` int64 ``[items, 3]``, computed on the host.
+
+    On the device the tower would read sizes from it, and each block the lengths of its attention. ``cu_seqlens`` stays
+    on the host, where the blocks need it.
+    """
+    from transformers import vision_utils
+
+    merge = module.config.spatial_merge_size
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid,
+        num_grid_per_side=module.num_grid_per_side,
+        mode=module.interpolation_mode,
+        align_corners=module.interpolation_align_corners,
+        spatial_merge_size=merge,
+    )
+    return {
+        "interp_indices": indices.to(device),
+        "interp_weights": weights.to(device),
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge).to(device),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+    }
 
 
 def _own_keys(tower: VisionTower | AudioTower) -> dict[str, Any]:
@@ -119,7 +143,7 @@ def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -
         padded_feature=torch.stack(padded.split(tower.chunk_frames, dim=1)),
         chunk_lengths=torch.tensor([tower.chunk_frames] * (padded.shape[1] // tower.chunk_frames)),
         valid_indices=torch.arange(rows, device=device),  # only the last chunk has rows of padding
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),  # on the host, where each layer reads it
     )
     found = output.last_hidden_state
     assert isinstance(found, Tensor)

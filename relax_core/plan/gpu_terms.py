@@ -100,17 +100,17 @@ def _delta_bytes(config: RelaxConfig, model: ModelDimensions) -> LayerBytes:
 def _feed_forward_bytes(config: RelaxConfig, model: ModelDimensions) -> tuple[float, float]:
     """Returns the bytes that the feed-forward network keeps of a row, and its temporaries.
 
-    A dense network keeps five widths: two projections, the activation, the sum of the linear half and an offset of 0,
-    and the product. An expert keeps its input, the five widths and the product with its weight. While it computes, its
-    input and output exist in the order of the ranks, too.
+    A dense network keeps four widths: two projections, the activation and the product. An expert keeps its input, the
+    four widths and the product with its weight. While it computes, its input and output exist in the order of the
+    ranks, too.
     """
     size, tp = dtype_bytes(config), config.parallel.tp
     if model.experts is None:
-        return 5 * model.feed_forward * size / tp, 0
+        return 4 * model.feed_forward * size / tp, 0
     experts = model.experts
-    routed = experts.per_token * ((model.hidden + 6 * experts.width) * size + 2 * _LONG + size)
+    routed = experts.per_token * ((model.hidden + 5 * experts.width) * size + 2 * _LONG + size)
     router = experts.count * (FLOAT + size + 1)  # probabilities, and their map
-    shared = (5 * experts.shared_width + (model.hidden if experts.shared_width else 0)) * size  # and its output
+    shared = (4 * experts.shared_width + (model.hidden if experts.shared_width else 0)) * size  # and its output
     return (routed + router + shared) / tp, 4 * experts.per_token * model.hidden * size / tp
 
 
@@ -169,7 +169,7 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload) -> i
     """Returns the memory of the backward pass of the output layer (relax_core/train/model/logprobs.py).
 
     The logits of a chunk are float32, and a copy of them has the model's dtype. The gradient of the output weight is
-    float32, and in bfloat16 a chunk's part of it is a second tensor. With tp the gradient of the hidden states is
+    float32; after the last chunk it is copied to the model's dtype. With tp the gradient of the hidden states is
     float32.
     """
     size, tp = dtype_bytes(config), config.parallel.tp
@@ -180,9 +180,10 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload) -> i
     if needs.entropy:  # half of the rows, and a second buffer
         chunk = -(-chunk // 2)
         logits += model.vocabulary * FLOAT
-    weight = model.vocabulary * model.hidden * FLOAT * (2 if narrow else 1)
+    weight = model.vocabulary * model.hidden
+    largest = weight * FLOAT + max(chunk * logits, weight * size if narrow else 0)
     hidden = tokens * model.hidden * (size + (FLOAT if tp > 1 else size))
-    return (chunk * logits + weight) // tp + hidden + chunk * model.hidden * (2 * FLOAT + size)
+    return largest // tp + hidden + chunk * model.hidden * (2 * FLOAT + size)
 
 
 def _tower_terms(config: RelaxConfig, model: ModelDimensions, work: Workload, *, flight: float) -> dict[str, int]:

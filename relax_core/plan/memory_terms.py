@@ -96,7 +96,7 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
 
     The count is taken from the tensors that autograd saves in the CPU build (docs/plan.md): two norms with normalized
     input and output; the query, key and value projections, their rotations, and the norms of query and key, if any;
-    five tensors of the feed-forward network's width. With ``widened`` (see `widens`) a float32 number counts as two
+    four tensors of the feed-forward network's width. With ``widened`` (see `widens`) a float32 number counts as two
     numbers.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
@@ -113,10 +113,10 @@ def activation_values(model: ModelDimensions, *, widened: bool = False) -> int:
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:
-        return attention + 5 * model.feed_forward
+        return attention + 4 * model.feed_forward
     experts = model.experts
-    routed = experts.per_token * (5 * experts.width + 2 * hidden)
-    return attention + experts.count + routed + 5 * experts.shared_width
+    routed = experts.per_token * (4 * experts.width + 2 * hidden)
+    return attention + experts.count + routed + 4 * experts.shared_width
 
 
 def norm_values(model: ModelDimensions, *, widened: bool = False) -> int:

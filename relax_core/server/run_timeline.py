@@ -32,8 +32,8 @@ from relax_core.server.run_events import TimedRecord
 from relax_core.server.run_folders import BROKEN, inside, reason
 
 TRAIN = "train/"  # prefix of the parts of the train call
-RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in the usual order
-IN_PIPELINE = ("pack", "forward", "sums")  # parts that are included in a rank's pipeline schedule time
+RANK_PARTS = ("pack", "forward", "backward", "pipeline", "sums", "reduce", "optimizer")  # in the usual order
+IN_PIPELINE = ("pack", "forward")  # parts that are included in a rank's pipeline schedule time
 BETWEEN_CALLS = "between calls"
 _ENGINE, _SPAN, _LAG = "engine/", "/span", "/lag"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.megatron_rank import MegatronRank, RankSetup, micro_batch_sums
+from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums, joined
 from relax_core.train.micro_batches import moment_sums
 from relax_core.train.model.tree_attention import TreeBatch
 
@@ -44,15 +44,16 @@ class CriticBackend(MegatronRank):
             )
             assert self._algorithm.value_loss is not None
             outputs = self._algorithm.value_loss(inputs, self._config)
-        with self.timed("sums"):
-            sums = micro_batch_sums(batch.groups, outputs)
-            sums.algorithm |= moment_sums(
-                returns=inputs.returns.cpu().numpy(),
-                values=values.detach().cpu().numpy(),
-                loss_mask=inputs.loss_mask.cpu().numpy(),
-            )
-            self._sums.add(sums)
+            self._computed.append(ComputedTrees.of(batch.groups, outputs, values))
         return outputs.loss_sum
+
+    def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
+        """Adds the moments of returns and errors; see `MegatronRank.add_column`."""
+        sums.algorithm |= moment_sums(
+            returns=joined([tree.of_tokens("returns") for tree in trees]),
+            values=column,
+            loss_mask=joined([tree.loss_mask[tree.tokens[1]] for tree in trees]),
+        )
 
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the values before sampled rows, without gradient: float32 ``[rows]`` per group, 0 at other rows."""

@@ -133,3 +133,16 @@ def wide_product(
     if left.device.type in ("cuda", "meta"):
         return torch.mm(left, right, out_dtype=dtype, out=out)
     return torch.mm(left.to(dtype), right.to(dtype), out=out)
+
+
+def add_wide_product(to: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds the product of `wide_product` to ``to`` ``[rows, columns]`` in place, and sums in the dtype of ``to``.
+
+    On CUDA the product itself is not stored.
+    """
+    import torch
+
+    if left.device.type in ("cuda", "meta"):
+        torch.addmm(to, left, right, out_dtype=to.dtype, out=to)
+    else:
+        to.addmm_(left.to(to.dtype), right.to(to.dtype))

@@ -144,13 +144,50 @@ def counted_sums(trees: Sequence[TokenTree]) -> StepSums:
     return StepSums(tokens=totals.tokens, samples=totals.samples, groups=totals.groups)
 
 
-def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
-    """Returns the sums that a micro-batch adds to the update's sums, except for the log-prob gap to the engine."""
-    sums = counted_sums(trees)
-    sums.rows = sum(tree.computed_rows for tree in trees)
-    sums.loss = float(outputs.loss_sum.detach())
-    sums.algorithm = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
-    return sums
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedTrees:
+    """Holds the results of a micro-batch, which stay on the device until the update ends.
+
+    ``numbers`` are the loss sum and (sum, count) of each metric of ``metrics``, float64 ``[1 + 2 * metrics]``.
+    ``column`` is what the model computed for each token, float32 ``[tokens]``: log-probs or values.
+    """
+
+    trees: Sequence[TokenTree]
+    metrics: Sequence[str]
+    numbers: Tensor
+    column: Tensor
+
+    @staticmethod
+    @torch.no_grad()
+    def of(trees: Sequence[TokenTree], outputs: LossOutputs, column: Tensor) -> ComputedTrees:
+        """Keeps the results without their graph."""
+        pairs = [number for pair in outputs.metric_sums.values() for number in pair]
+        numbers = [
+            torch.as_tensor(number, dtype=torch.float64, device=column.device) for number in (outputs.loss_sum, *pairs)
+        ]
+        return ComputedTrees(
+            trees=trees, metrics=tuple(outputs.metric_sums), numbers=torch.stack(numbers), column=column.detach()
+        )
+
+    def sums(self, numbers: np.ndarray) -> StepSums:
+        """Returns what the micro-batch adds to the update's sums; ``numbers`` are its own, on the host."""
+        sums = counted_sums(self.trees)
+        sums.rows = sum(tree.computed_rows for tree in self.trees)
+        sums.loss, *pairs = numbers.tolist()
+        sums.algorithm = dict(zip(self.metrics, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+        return sums
+
+
+def joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Joins one array for each group."""
+    present = [array for array in arrays if array is not None]
+    assert len(present) == len(arrays), "either all groups of a step have a column or none has it"
+    return np.concatenate(present)
+
+
+def _read_together(parts: Sequence[Tensor]) -> list[np.ndarray]:
+    """Returns tensors of one axis as arrays, after one read of the device."""
+    return np.split(torch.cat(list(parts)).cpu().numpy(), np.cumsum([len(part) for part in parts[:-1]]))
 
 
 def gradient_buffers(chunks: Iterable[Any]) -> list[Any]:
@@ -160,8 +197,9 @@ def gradient_buffers(chunks: Iterable[Any]) -> list[Any]:
 
 def check_gradients(sums: StepSums, weights: HfWeights, buffers: Iterable[Any], *, rank: int) -> None:
     """Records in ``sums`` whether a gradient of this rank, in ``buffers``, is not finite."""
-    # NaN and infinity survive summation, so one sum checks a whole buffer.
-    if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
+    # NaN and infinity survive summation, so one sum checks a whole buffer, and one read all buffers.
+    totals = [buffer.grad_data.sum() for buffer in buffers]
+    if totals and not bool(torch.isfinite(torch.stack(totals)).all()):
         found = first_not_finite(weights, rank=rank)
         sums.broken_ranks, sums.not_finite = [rank], [] if found is None else [found]
 
@@ -368,6 +406,7 @@ class MegatronRank:
         self._step = self._steps_done = 0
         self._learning_rate = 0.0
         self._sums = StepSums()
+        self._computed: list[ComputedTrees] = []  # since the last read
         self._clock = RankClock()
 
     def _build_model(self, *, value_head: bool) -> None:
@@ -429,7 +468,7 @@ class MegatronRank:
         self.optimizer.zero_grad()
         self._schedule.begin()
         clear_counts(self._balanced)
-        self._sums = StepSums()
+        self._sums, self._computed = StepSums(), []
         self._clock = RankClock()
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
@@ -455,6 +494,7 @@ class MegatronRank:
         self._schedule.finish()
         with self.timed("backward"):
             training_device().synchronize()
+        self._read_computed()
         with self.timed("reduce"):
             sums = self._sums_over_ranks()
             denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))
@@ -581,9 +621,13 @@ class MegatronRank:
     def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the summed loss of the whole micro-batch, which is the same on each rank of the last stage.
 
-        It also adds the micro-batch's sums to the update's sums. If there are no groups it returns 0 times the head's
+        It also keeps the micro-batch's results in ``_computed``. If there are no groups it returns 0 times the head's
         output, so that the backward pass still runs.
         """
+        raise NotImplementedError
+
+    def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
+        """Adds to ``sums`` what follows from the column of a micro-batch, which is `ComputedTrees.column`."""
         raise NotImplementedError
 
     def timed(self, part: str) -> AbstractContextManager[None]:
@@ -616,9 +660,7 @@ class MegatronRank:
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
         """Joins one array for each group into one tensor on the device."""
-        present = [array for array in arrays if array is not None]
-        assert len(present) == len(arrays), "either all groups of a step have a column or none has it"
-        return torch.from_numpy(np.concatenate(present)).to(self._device)
+        return torch.from_numpy(joined(arrays)).to(self._device)
 
     def _forward_only(
         self,
@@ -659,6 +701,22 @@ class MegatronRank:
             of_rows[stored_rows] = values
             whole.append(np.split(of_rows, ends[:-1]))
         return list(zip(*whole, strict=True))
+
+    def _read_computed(self) -> None:
+        """Adds the results of the micro-batches to the update's sums.
+
+        The host reads them all at once, because each read waits until the device has finished all earlier work.
+        """
+        computed, self._computed = self._computed, []
+        if not computed:
+            return
+        with self.timed("sums"):
+            numbers = _read_together([each.numbers for each in computed])
+            columns = _read_together([each.column for each in computed])
+            for each, own_numbers, column in zip(computed, numbers, columns, strict=True):
+                sums = each.sums(own_numbers)
+                self.add_column(sums, each.trees, column)
+                self._sums.add(sums)
 
     def _sums_over_ranks(self) -> StepSums:
         """Returns the update's sums, which are the same on every rank; raises the errors of `finish_step`."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ParamKey, clip_grads, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 
 from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION
@@ -28,6 +29,30 @@ from relax_core.train.model.gpt import VALUE_HEAD, TreeGPTModel
 
 ADAM_BETA1 = 0.9
 IN_TOWER = "in_tower"  # The optimizer finds the learning rate of the towers' parameters by this attribute.
+
+
+def _norm(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Returns the norm of the tensors of the only list, float32 ``[1]`` on their device.
+
+    The order of the sums is Megatron's, whose own function reads the norm of each tensor on the host.
+    """
+    (tensors,) = lists
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).reshape(1), None
+
+
+def _scale(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
+    """Multiplies tensors by ``factor``; both lists are the same, so no tensor is copied."""
+    sources, targets = lists
+    assert sources is targets, "Megatron scales gradients in place"
+    if targets:
+        torch._foreach_mul_(targets, factor)
+
+
+# Without Transformer Engine and Apex, Megatron has functions that call the device, and the host, once for each tensor.
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = _norm
+if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+    clip_grads.multi_tensor_scale_impl = _scale
 
 
 def part_of(name: str, architecture: Architecture) -> str | None:

@@ -10,12 +10,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train import parallel_layout
-from relax_core.train.megatron_rank import MegatronRank, RankSetup, micro_batch_sums
+from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetup, StepSums, joined
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
@@ -81,20 +81,17 @@ class MegatronBackend(MegatronRank):
                 return head.logprobs.sum() * 0.0
             inputs = self._loss_inputs(batch, head)
             outputs = self._algorithm.loss(inputs, self._config)
-        if reports():
-            with self.timed("sums"):
-                self._add_sums(batch.groups, inputs, outputs)
+            if reports():
+                self._computed.append(ComputedTrees.of(batch.groups, outputs, inputs.logprobs))
         return outputs.loss_sum
 
-    def _add_sums(self, groups: Sequence[TokenTree], inputs: LossInputs, outputs: LossOutputs) -> None:
-        sums = micro_batch_sums(groups, outputs)
-        logprobs = inputs.logprobs.detach().cpu().numpy()
-        gap = on_policy_gap(groups, logprobs)
+    def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
+        """Adds the log-prob gap to the engine, and logs the trained samples; see `MegatronRank.add_column`."""
+        gap = on_policy_gap(trees, column)
         sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
         sums.gap_max = float(gap.max(initial=0.0))
-        self._sums.add(sums)
         if self._samples is not None:
-            self._samples.trained(self._step, groups, logprobs)
+            self._samples.trained(self._step, trees, column)
 
     def count(self, groups: Sequence[TokenTree]) -> None:
         """Counts and logs groups without a gradient; see `MegatronRank.count`."""
@@ -224,12 +221,13 @@ class MegatronBackend(MegatronRank):
             assert top is not None, "the teacher writes ids and log-probs together"
             gathered = batch.of_tokens(head.gathered, otherwise=top)
         entropy = None if head.entropy is None else batch.of_tokens(head.entropy, otherwise=torch.zeros_like(old))
+        loss_mask = [group.loss_mask[group.tokens[1]] for group in groups]
         return LossInputs(
             logprobs=batch.of_tokens(head.logprobs, otherwise=old),
             old_logprobs=old,
             rollout_logprobs=rollout,
             advantages=advantages,
-            loss_mask=self._column([group.loss_mask[group.tokens[1]] for group in groups]),
+            loss_mask=self._column(loss_mask),
             sample_ids=torch.from_numpy(layout.sample_ids).to(self._device),
             num_samples=layout.num_samples,
             reference_logprobs=column("reference_logprobs"),
@@ -237,6 +235,7 @@ class MegatronBackend(MegatronRank):
             entropy=entropy,
             teacher_top_logprobs=top,
             top_logprobs=gathered,
+            trained=self._column([np.flatnonzero(joined(loss_mask))]),
         )
 
 

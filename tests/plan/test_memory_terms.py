@@ -30,7 +30,7 @@ def test_the_demos_trainer_by_hand() -> None:
     assert backward["Adam states"] == 2 * parameters * FLOAT
     # 8 groups of 17 prompt tokens ("rev 12345" and the template) and 16 x 7 response rows, all in one micro-batch
     rows = 8 * (17 + 16 * 7)
-    a_row = 4 * 64 + 5 * 192 + 4 * 64 + 4 * 32 + 4 * 16 + 2 * 6
+    a_row = 4 * 64 + 4 * 192 + 4 * 64 + 4 * 32 + 4 * 16 + 2 * 6
     assert backward["activations"] == rows * 2 * a_row * FLOAT
     assert backward["attention mask"] == rows * 129 * FLOAT
     assert backward["logits chunk"] == (1024 * plan.model.vocabulary + plan.model.vocabulary * 64) * FLOAT
@@ -130,12 +130,12 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
 
 
 def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
-    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's gradient twice in float32, over tp
-    2; the hidden states of all tokens, their gradients, and those of a chunk three times.
+    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's gradient in float32, over tp 2; the
+    hidden states of all tokens, their gradients, and those of a chunk three times.
     """
     plan = make_plan(load_planned("qwen3_4b_async_8gpu"))
     head, tokens = phase(plan, "actor", "head"), plan.work.micro_batch_tokens
-    split = 1024 * 151936 * (4 + 2) + 151936 * 2560 * 4 * 2
+    split = 1024 * 151936 * (4 + 2) + 151936 * 2560 * 4
     assert head["logits chunk"] == split // 2 + tokens * 2560 * (2 + 4) + 1024 * 2560 * (4 + 4 + 2)
 
 

@@ -15,12 +15,13 @@ from relax_core.plan.build_plan import make_plan
 from relax_core.plan.gpu_terms import trainer_phases
 from relax_core.plan.rehearsal_child import Job
 from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehearse, run_jobs
-from relax_core.train.rehearsal.counts import extrapolated
+from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, ONCE, Counts, extrapolated
 
 PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
 ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
 WITHIN = 0.03
 GRAIN, FLOAT = 512, 4
+READS = 10  # most host reads of an update beside those of the routing, two for each layer and micro-batch
 
 
 def planned(*overrides: str) -> RelaxConfig:
@@ -30,6 +31,13 @@ def planned(*overrides: str) -> RelaxConfig:
 def rounded(*elements: int) -> int:
     """The bytes of float32 tensors, each a multiple of 512."""
     return sum(-(-count * FLOAT // GRAIN) * GRAIN for count in elements)
+
+
+def check_reads(counts: Counts, *, routed_passes: int = 0) -> None:
+    """Each read waits until the device has no more work: only routing reads in a pass, and an update a few times."""
+    reads = dict(counts.host_reads)
+    assert reads.pop(LAYERS, 0) <= 2 * routed_passes, counts.host_reads
+    assert set(reads) <= set(ONCE) and sum(reads.values()) <= READS, counts.host_reads
 
 
 def test_a_tiny_rank_by_hand_and_a_long_one_from_two_short_ones() -> None:
@@ -53,6 +61,7 @@ def test_a_tiny_rank_by_hand_and_a_long_one_from_two_short_ones() -> None:
     assert found.peak.bytes == pytest.approx(whole.peak.bytes, abs=4 * GRAIN)  # one buffer has all gradients
     assert (found.flops, found.operators, found.host_reads) == (whole.flops, whole.operators, whole.host_reads)
     assert found.messages == whole.messages
+    check_reads(whole)
     assert found.reserved == pytest.approx(whole.reserved, rel=0.01)
 
 
@@ -69,6 +78,8 @@ def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int,
         phases = trainer_phases(config, model, plan.work, stage=stage)
         formula = max(sum(terms.values()) for terms in phases.values())
         assert formula == pytest.approx(counts.peak.bytes, rel=WITHIN), (stage, counts.peak, phases)
+        routed = 0 if model.experts is None else counts.layers * len(counts.rows)
+        check_reads(counts, routed_passes=routed)
 
 
 @pytest.mark.soak
@@ -80,6 +91,14 @@ def test_every_preset_is_within_three_percent_and_fits(preset: str) -> None:
         assert rank.planned == pytest.approx(rank.counts.peak.bytes, rel=WITHIN), as_text(rehearsal)
     assert rehearsal.fits, as_text(rehearsal)
     assert json.dumps(as_json_values(rehearsal))
+
+
+def test_the_blocks_of_a_tower_do_not_read_the_device() -> None:
+    config = planned(*ONE_GPU, "model=tiny_qwen3_vl", "data=see")
+    plan = make_plan(config)
+    (counts,) = run_jobs(config, plan.work, [Job(rank=0, layers=plan.model.layers, micro_batches=2)])
+    assert counts.flops[EMBEDDING], "the tower computes"
+    check_reads(counts)
 
 
 def test_the_depths_of_short_models() -> None:

@@ -6,6 +6,7 @@ A critic has a value head on top of the same layers.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -46,6 +47,8 @@ from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.media_features import add_towers, with_features
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer, number_routers
 from relax_core.train.model.tree_attention import TreeBatch
+
+log = logging.getLogger(__name__)
 
 
 class TreeGPTModel(GPTModel):
@@ -123,6 +126,16 @@ class TreeValueModel(TreeGPTModel):
         return F.linear(hidden.float(), weight, bias)[:, 0]
 
 
+class _NoOffset:
+    """Stands for 0 in Megatron's sum of a gated unit's linear half and an offset: the sum is the linear half itself.
+
+    The sum with a number would be a further tensor, which autograd keeps for the backward pass.
+    """
+
+    def __radd__(self, linear: Tensor) -> Tensor:
+        return linear
+
+
 def transformer_config(
     architecture: Architecture,
     parallel: ParallelConfig,
@@ -140,7 +153,7 @@ def transformer_config(
         }
     arguments["activation_func"] = getattr(F, arguments.pop("activation"))
     pipeline = parallel.pp > 1
-    return TransformerConfig(
+    config = TransformerConfig(
         # Variable lengths need this setting in a dense model, too.
         **{"moe_token_dispatcher_type": "alltoall"} | arguments,
         tensor_model_parallel_size=parallel.tp,
@@ -174,6 +187,8 @@ def transformer_config(
         apply_rope_fusion=False,
         cuda_graph_scope=[],  # The default value logs a deprecation warning.
     )
+    config.glu_linear_offset = _NoOffset()
+    return config
 
 
 def build_chunks(
@@ -190,6 +205,9 @@ def build_chunks(
     ``value_head`` is True the model has no output layer, not even a tied output layer.
     """
     config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
+    if training_device().cuda and not has_transformer_engine():
+        experts = "" if architecture.experts is None else ", and the products of a layer's experts run one by one"
+        log.warning("transformer_engine is not installed: norms and linear layers are torch's%s", experts)
     chunks = []
     for chunk in range(parallel.vpp):
         vp_stage = chunk if parallel.vpp > 1 else None

@@ -15,7 +15,7 @@ whole vocabulary, also in the backward pass.
 int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and have probability 0. Logits and the values
 computed from them are float32 for bfloat16 inputs, too (float64 stays float64). On a CPU the factors of the matrix
 products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
-float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
+float32. The logits' gradient is then rounded to that dtype, and the weight's gradient is copied to it at the end. All
 ranks of ``group`` must have equal inputs (except the weight) and equal incoming gradients; their results are then
 equal. The gradient of ``hidden`` is summed over the ranks, and the gradient of ``weight`` belongs to the shard. Each
 gradient has its tensor's dtype.
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.train.device import training_device, wide_product
+from relax_core.train.device import add_wide_product, training_device, wide_product
 
 _MASKS = 32  # The number of bitmasks that are unpacked at the same time, to one byte per token of the vocabulary.
 
@@ -450,7 +450,7 @@ class _HeadOutputs(torch.autograd.Function):
                 if matrix.dtype == dtype:
                     own.addmm_(delta.t(), scaled)
                 else:
-                    own += wide_product(delta.t(), scaled.to(matrix.dtype), dtype)
+                    add_wide_product(own, delta.t(), scaled.to(matrix.dtype))
                 for column, incoming in taken:
                     grad_weight.index_put_((column,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
@@ -458,6 +458,7 @@ class _HeadOutputs(torch.autograd.Function):
                 for column, incoming in taken:
                     of_chunk.addcmul_(matrix[column], incoming)
                 grad_hidden[rows] = of_chunk
+            del softmax, delta  # The chunk's buffers are free before the weight's gradient is copied below.
         if grad_hidden is not None and shard.group is not None:
             grad_hidden = shard.add(grad_hidden).to(hidden.dtype)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

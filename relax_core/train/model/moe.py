@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -128,6 +128,30 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor,
+    *,
+    num_out_tokens: int,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts rows by their experts like Megatron's function of this name, but the host does not wait for the device.
+
+    ``tokens`` is ``[rows, hidden]``; ``routing_map``, bool, and ``probs`` are ``[rows, experts]``. Returns the rows
+    ``[num_out_tokens, hidden]``, their probabilities and their row numbers, int64 ``[num_out_tokens]``. No row is
+    dropped, so the number of chosen pairs is known. Megatron selects by a mask, whose size the host has to read.
+    """
+    assert not fused and not drop_and_pad, "transformer_config does not set them"
+    pairs = torch.nonzero_static(routing_map.T.reshape(-1), size=num_out_tokens)[:, 0]
+    rows = pairs % len(tokens)
+    return tokens.index_select(0, rows), probs.T.reshape(-1).index_select(0, pairs), rows
+
+
+token_dispatcher.permute = permute
+
+
 class MoeTransformerLayer(TransformerLayer):
     """Passes the micro-batch's `RouterRows` to the layer's router before the layer's forward pass.
 
@@ -179,7 +203,7 @@ class BalancedRouter(TopKRouter):
         probabilities, chosen = super().routing(logits, padding_mask=pads)
         # The first pass of a recomputed layer runs without gradient.
         if self._rows.counted and torch.is_grad_enabled():
-            counted = chosen if pads is None else chosen[~pads]
+            counted = chosen if pads is None else chosen & ~pads[:, None]
             self.chosen = self.chosen.to(counted.device) + counted.sum(0)
         return probabilities, chosen
 
@@ -228,9 +252,14 @@ def balance_metrics(
     it is 1 for even shares, and absent if the balancing loss is off.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
-    for router in mine:
-        found[router.experts_index, :experts] += router.chosen.cpu()
-        found[router.experts_index, experts:] += torch.tensor([float(router.balance_sum), router.balance_weight])
+    if mine:
+        device = mine[0].weight.device  # a router without a pass has its counts on the host
+        counts = torch.stack([router.chosen.to(device) for router in mine]).double()
+        balance = torch.stack([router.balance_sum.to(device) for router in mine]).double()
+        numbers = torch.cat([counts, balance[:, None]], dim=1).cpu()
+        for router, own in zip(mine, numbers, strict=True):
+            found[router.experts_index, : experts + 1] += own
+            found[router.experts_index, experts + 1] += torch.tensor(router.balance_weight)
     if group is not None:
         dist.all_reduce(found, group=group)
     return loads(found[:, :experts].numpy()) | _balance_loss(found[:, experts:].numpy())

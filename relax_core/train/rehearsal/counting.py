@@ -49,6 +49,7 @@ _MADE = {  # operators that make a tensor on the device from no other tensor of 
     aten.scalar_tensor.default,
 }
 _TO_HOST, _COPY = aten._to_copy.default, aten.copy_.default
+_SUMMED_WIDE = (aten.addmm.dtype, aten.addmm.dtype_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,9 @@ class Counting(TorchDispatchMode):
 
     ``flops`` maps a phase to floating-point operations. ``messages`` maps (phase, collective, group, ranks) to
     `Messages`; collectives of host tensors have groups that begin with "host". ``host_reads`` maps a phase to the
-    number of times at which the host waits for a number of the device. ``operators`` counts all operators. ``events``
-    is the trace of allocations for `CachingAllocator`, and ``marks`` are the blocks of layers in it.
+    number of times at which the host waits for a number of the device: each read, and each event that the host waits
+    for after copies that do not wait themselves. ``operators`` counts all operators. ``events`` is the trace of
+    allocations for `CachingAllocator`, and ``marks`` are the blocks of layers in it.
     """
 
     def __init__(self) -> None:
@@ -189,6 +191,10 @@ class Counting(TorchDispatchMode):
     def categories(self) -> dict[str, int]:
         """Returns the bytes that are in use, by category."""
         return dict(self._by_category)
+
+    def count_wait(self) -> None:
+        """Counts that the host waits for an event of the device."""
+        self.host_reads[self._phase] += 1
 
     def count_flops(self, count: int) -> None:
         """Adds floating-point operations of a kernel without an operator."""
@@ -277,7 +283,8 @@ class Counting(TorchDispatchMode):
         if ours:
             count = flop_registry.get(func._overloadpacket)
             if count is not None:
-                self.flops[self._phase] += count(*args, **kwargs, out_val=out)
+                factors = args[:3] if func in _SUMMED_WIDE else args  # torch's formula does not know the dtype
+                self.flops[self._phase] += count(*factors, **kwargs, out_val=out)
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any, ours: list[Tensor]) -> Any:
@@ -319,7 +326,8 @@ class Counting(TorchDispatchMode):
 
     def _to_host(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         source: Tensor = args[1] if func is _COPY else args[0]
-        self.host_reads[self._phase] += 1
+        waits = not (args[2:3] == (True,) if func is _COPY else kwargs.get("non_blocking"))
+        self.host_reads[self._phase] += waits
         value = self.read(source)
         if func is _COPY:
             target: Tensor = args[0]

@@ -17,8 +17,8 @@ WEIGHTS, GRADIENTS, ADAM, BUFFERS = STATE = ("weights", "gradients", "Adam state
 BETWEEN, PACK, EMBEDDING, LAYERS, HEAD = "between", "pack", "embedding and towers", "layers", "head"
 HEAD_BACKWARD, LAYERS_BACKWARD = "head backward", "layers backward"
 EMBEDDING_BACKWARD = "embedding and towers backward"
-PIPELINE, REDUCE, OPTIMIZER = "pipeline", "reduce", "optimizer"
-ONCE = (REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
+PIPELINE, SUMS, REDUCE, OPTIMIZER = "pipeline", "sums", "reduce", "optimizer"
+ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

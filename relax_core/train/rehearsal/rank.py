@@ -39,6 +39,7 @@ from relax_core.train.rehearsal.counts import (
     PIPELINE,
     REDUCE,
     STATE,
+    SUMS,
     WEIGHTS,
     Counts,
     Message,
@@ -48,7 +49,7 @@ from relax_core.train.rehearsal.stand_ins import FusedKernels, StageShapes, repl
 from relax_core.train.rehearsal.timeline import Block, lengthened
 
 log = logging.getLogger(__name__)
-_TIMED = {"pack": PACK, "pipeline": PIPELINE, "reduce": REDUCE, "optimizer": OPTIMIZER}
+_TIMED = {"pack": PACK, "pipeline": PIPELINE, "sums": SUMS, "reduce": REDUCE, "optimizer": OPTIMIZER}
 
 
 @dataclass(frozen=True, kw_only=True)

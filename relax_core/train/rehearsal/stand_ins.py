@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from relax_core.train.hf import hf_weights
+from relax_core.train.megatron_without_cuda import namespace
 from relax_core.train.model import tree_attention
 from relax_core.train.model.tree_attention import BLOCK
 from relax_core.train.process_group import WITHOUT_RANKS
@@ -43,6 +44,7 @@ def replace_gpu_parts(counting: Counting) -> None:
     from torch.optim import adam
 
     tree_attention._kernel = lambda: _FlexKernel(counting)  # type: ignore[assignment]
+    namespace().Event.synchronize = lambda event: counting.count_wait()
     hf_weights.agree_on_senders = lambda *args, **kwargs: []  # nothing is exported
     adam._device_dtype_check_for_fused = lambda *args, **kwargs: None  # It does not know META, which has the operator.
 
