@@ -130,8 +130,8 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
 
 
 def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
-    """1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's gradient in float32, over tp 2; the
-    hidden states of all tokens, their gradients, and those of a chunk three times.
+    """Over tp 2: 1024 rows of 151,936 tokens in float32 and again in bfloat16, and the weight's gradient in float32.
+    In addition the hidden states of all tokens, their gradients, and three copies of a chunk's hidden states.
     """
     plan = make_plan(load_planned("qwen3_4b_async_8gpu"))
     head, tokens = phase(plan, "actor", "head"), plan.work.micro_batch_tokens
