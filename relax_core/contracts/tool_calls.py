@@ -43,7 +43,10 @@ def arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
 
     Raises ValueError as `tool_schema` does.
     """
-    hints = get_type_hints(function, include_extras=True)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"tool {function.__name__}: {error} in the type of a parameter. Import it.") from error
     fields: list[Any] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
