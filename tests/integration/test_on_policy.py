@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +141,6 @@ def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_t
     assert_same_as_the_loop(moved)
 
 
-@cache
 def metrics_of_the_loop() -> list[list[float]]:
     """Runs ten steps of examples/one_loop.py. Returns their rewards, shares of exact answers, gaps and ratios."""
     loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
