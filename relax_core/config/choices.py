@@ -77,6 +77,22 @@ class Recompute(Enum):
     full = "full"
 
 
+class GpuName(Enum):
+    """Names the GPU models of `relax_core.plan.gpu_models`."""
+
+    h100 = "h100"
+    h200 = "h200"
+    b200 = "b200"
+    gb200 = "gb200"
+    h20 = "h20"
+    a100 = "a100"
+    l40s = "l40s"
+    a6000 = "a6000"
+    l4 = "l4"
+    a10 = "a10"
+    rtx_4090 = "rtx_4090"
+
+
 class WeightTransportName(Enum):
     """Names the transports for weights from the trainer to an engine."""
 

@@ -64,7 +64,6 @@ RANGES: dict[str, Range] = {
     "modality.workers": _COUNT,
     "placement.nodes": _COUNT,
     "placement.gpus_per_node": Range(0, why="0: CPU cores"),
-    "placement.gpu_memory_gib": _FROM_ZERO,
     "mode.max_staleness": _FROM_ZERO,
     "engine.count": _COUNT,
     "engine.tp": _COUNT,
@@ -121,6 +120,7 @@ RANGES: dict[str, Range] = {
 # These keys may be null; ``why`` explains null.
 OPTIONAL: dict[str, Range] = {
     "parallel.first_stage_layers": Range(1, why="with null the first stage has as many layers as the other stages"),
+    "placement.gpu_memory_gib": Range(0, above=True, why="null takes the memory of placement.gpu"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps if this is less"),

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from relax_core.config.choices import (
+    GpuName,
     LastAssistant,
     LauncherKind,
     MediaPlace,
@@ -157,7 +158,8 @@ class PlacementConfig:
 
     nodes: int = MISSING
     gpus_per_node: int = MISSING  # 0 means that all processes run on CPU cores
-    gpu_memory_gib: float = MISSING
+    gpu: GpuName | None = None  # the model of the GPUs; None means that it is unknown, so no time is estimated
+    gpu_memory_gib: float | None = None  # None means the memory of `gpu`
     roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty means that all roles share all GPUs
 
 

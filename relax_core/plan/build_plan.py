@@ -50,6 +50,7 @@ from relax_core.plan.placement import (
     tower_layout_notes,
 )
 from relax_core.plan.prompt_maker import stop_token_warnings
+from relax_core.plan.step_time import StepTime, estimate_step, time_lines
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
@@ -64,10 +65,11 @@ class Plan:
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run uses this
     machine, else None. ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, or None for
     engines on CPU cores. ``engines`` describes the engines that may be added during training, and ``engine_room`` the
-    resources of one such engine; it is None if no engine may be added. ``data`` is the result of the data check, and
-    ``left_out`` describes its unused and shortened rows; both are empty if no data is available. A start prints
-    ``warnings`` first. ``refused`` has the reasons why the run cannot work, each with a fix. ``not_yet`` has the
-    reasons why a run that can work cannot start now. Memory and placement are empty if the layout itself is refused.
+    resources of one such engine; it is None if no engine may be added. ``time`` is the estimate of a step's seconds; it
+    is None without a known GPU. ``data`` is the result of the data check, and ``left_out`` describes its unused and
+    shortened rows; both are empty if no data is available. A start prints ``warnings`` first. ``refused`` has the
+    reasons why the run cannot work, each with a fix. ``not_yet`` has the reasons why a run that can work cannot start
+    now. Memory and placement are empty if the layout itself is refused.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Plan:
     cache_tokens: int
     cache_tokens_fit: int | None
     transfers: Transfers
+    time: StepTime | None
     engines: Sequence[str]
     engine_room: EngineRoom | None
     data: Sequence[str]
@@ -152,6 +155,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
         transfers=transfers,
+        time=None if refused else estimate_step(config, model, work, roles),
         engines=list(engine_room_notes(config, room, free=free)),
         engine_room=room,
         data=[] if look is None else look.describe(what=config.data.name),
@@ -177,6 +181,8 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
         of_holder["peak"] = {"phase": holder.peak.name, "bytes": holder.peak.bytes}
         for phase, of_phase in zip(holder.phases, of_holder["phases"], strict=True):
             of_phase["bytes"] = phase.bytes
+    if plan.time is not None:
+        values["time"]["seconds"] = plan.time.seconds
     values["total_bytes"] = plan.total_bytes
     values["can_work"] = not plan.refused
     values["can_start"] = not plan.refused and not plan.not_yet
@@ -335,6 +341,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _section("Memory", _memory(plan))
     yield from _section("Engines", plan.engines)
     yield from _section("Sync", _transfers(plan))
+    if plan.time is not None:
+        yield from _section("Time", time_lines(plan.time))
     if plan.unread:
         yield from _section("Unread", (f"{setting}." for setting in plan.unread))
 

@@ -14,6 +14,7 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
+from relax_core.plan.gpu_models import gpu_memory_gib
 from relax_core.plan.gpu_terms import fullest_stages, trainer_phases
 from relax_core.plan.memory_terms import (
     FLOAT,
@@ -410,7 +411,7 @@ def gpu_holders(
 
     If all roles share all GPUs, there is only one holder.
     """
-    limit = round(config.placement.gpu_memory_gib * GIB)
+    limit = round(gpu_memory_gib(config.placement) * GIB)
     if config.mode.name is ModeName.colocate:
         return [_shared(config, gpus, model, work, limit=limit)]
     holders = []
@@ -429,7 +430,7 @@ def gpu_holders(
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
     """Returns how many KV-cache tokens of one engine fit on a GPU in addition to the weights."""
     tp = config.engine.tp
-    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - _engine_weights(config, model)
+    free = round(gpu_memory_gib(config.placement) * GIB) - ENGINE_BYTES - _engine_weights(config, model)
     if config.mode.name is ModeName.colocate:
         free -= PROCESS_BYTES
     states = model.state_bytes_per_sample(engine_bytes(config))

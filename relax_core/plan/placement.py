@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.choices import LauncherKind, ModeName
+from relax_core.config.choices import GpuName, LauncherKind, ModeName
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import (
     ParallelConfig,
@@ -24,6 +24,7 @@ from relax_core.config.schema import (
 from relax_core.control.engine_set import autoscaler_bounds, limits_of, usable_engines
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.batch import plural, tower_share
+from relax_core.plan.gpu_models import gpu_memory_gib
 from relax_core.plan.memory_terms import (
     GIB,
     MemoryHolder,
@@ -90,8 +91,12 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
                 "Choose placement=gpu; machines without GPUs are launcher.nodes."
             )
         return
-    if placement.gpu_memory_gib == 0:
-        yield "placement.gpu_memory_gib=0.0: how much memory has a GPU? Set it, e.g. 79.6 for an 80 GB H100."
+    if gpu_memory_gib(placement) == 0:
+        yield (
+            f"placement.gpu={'null' if placement.gpu is None else placement.gpu.value} with placement.gpu_memory_gib="
+            f"{'null' if placement.gpu_memory_gib is None else placement.gpu_memory_gib}: how much memory has a GPU? "
+            f"Set placement.gpu, one of {', '.join(name.value for name in GpuName)}, or the memory in GiB."
+        )
     yield from _role_faults(config, roles)
     gpus = gpus_of(config, roles)
     colocate = config.mode.name is ModeName.colocate
@@ -288,9 +293,9 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
         yield NotYet(f"{wanted}, and torch finds {have} on this machine. Set placement.gpus_per_node={have}.")
     else:
         smallest = min(found.sizes) / (1 << 30)
-        if smallest < SMALLER * placement.gpu_memory_gib:
+        if smallest < SMALLER * gpu_memory_gib(placement):
             yield NotYet(
-                f"placement.gpu_memory_gib={placement.gpu_memory_gib:g}, and the smallest GPU of this machine has "
+                f"placement.gpu_memory_gib={gpu_memory_gib(placement):g}, and the smallest GPU of this machine has "
                 f"{smallest:.1f}. Set placement.gpu_memory_gib={smallest:.1f}."
             )
 

@@ -23,6 +23,7 @@ from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.child_process import import_path, module_command
 from relax_core.plan.build_plan import Plan
 from relax_core.plan.context_length import planned_context
+from relax_core.plan.gpu_models import gpu_memory_gib
 from relax_core.plan.gpu_terms import fullest_stages, trainer_phases
 from relax_core.plan.memory_plan import ENGINE_BYTES, PROCESS_BYTES
 from relax_core.plan.memory_terms import GIB, stage_layers
@@ -154,7 +155,7 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
         ranks=ranks,
         micro_batches=work.micro_batches,
         beside=PROCESS_BYTES + (ENGINE_BYTES if colocated else 0),
-        limit=round(config.placement.gpu_memory_gib * GIB),
+        limit=round(gpu_memory_gib(config.placement) * GIB),
         left_out=[role for role in roles_of(config) if role in FORWARD_ROLES],
         seconds=time.perf_counter() - began_s,
     )

@@ -13,9 +13,13 @@ from relax_core.config.compose import compose, typed_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.gpu_terms import trainer_phases
+from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions
 from relax_core.plan.rehearsal_child import Job
 from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehearse, run_jobs
-from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, ONCE, Counts, extrapolated
+from relax_core.plan.rehearsed_step import largest_micro_batch
+from relax_core.plan.step_time import Rows, message_bytes, pass_flops
+from relax_core.plan.workload import Workload
+from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, LAYERS_BACKWARD, ONCE, Counts, extrapolated
 
 PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
 ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
@@ -74,12 +78,37 @@ def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int,
     plan = make_plan(config)
     model = replace(plan.model, layers=layers)
     jobs = [Job(rank=rank, layers=layers, micro_batches=config.parallel.pp) for rank in ranks]
+    found: list[Counts] = []
     for stage, counts in enumerate(run_jobs(config, plan.work, jobs)):
         phases = trainer_phases(config, model, plan.work, stage=stage)
         formula = max(sum(terms.values()) for terms in phases.values())
         assert formula == pytest.approx(counts.peak.bytes, rel=WITHIN), (stage, counts.peak, phases)
         routed = 0 if model.experts is None else counts.layers * len(counts.rows)
         check_reads(counts, routed_passes=routed)
+        found.append(counts)
+    _check_work(config, model, plan.work, found)
+
+
+def _check_work(config: RelaxConfig, model: ModelDimensions, work: Workload, stages: list[Counts]) -> None:
+    """Compares operations and messages of one micro-batch for each stage with the formulas of the step's seconds."""
+    trees, parallel = largest_micro_batch(config, work, None), config.parallel
+    total = keys = head = 0.0
+    for tree in trees:
+        prompt = int((~tree.loss_mask).sum())
+        branches = [len(tree.token_ids[turn.start : turn.end]) - 1 for ep in tree.episodes for turn in ep.turns]
+        total += prompt + sum(branches)
+        keys += prompt * prompt / 2 + sum(rows * (prompt + rows / 2) for rows in branches)
+        head += sum(rows + 1 for rows in branches)
+    count = parallel.pp
+    step = Rows(total=count * total, keys=keys / total, head=count * head, micro_batches=count)
+    of_layers = replace(model, row_products=model.row_products * model.layers // find_dimensions(config).layers)
+    flops = parallel.tp * sum(sum(counts.flops.values()) for counts in stages)
+    assert pass_flops(of_layers, step, trained=True) == pytest.approx(flops, rel=WITHIN)
+    sent = message_bytes(model, parallel, step, trained=True)
+    first = [message for message in stages[0].messages if message.phase in (LAYERS, LAYERS_BACKWARD)]
+    for group, planned_bytes in (("TENSOR_MODEL", sent.tensor), ("EXPERT_MODEL", sent.expert)):
+        of_group = sum(message.bytes for message in first if message.group.startswith(group))
+        assert planned_bytes == pytest.approx(of_group, rel=0.06), group  # the head gathers its input in `LAYERS`
 
 
 @pytest.mark.soak
