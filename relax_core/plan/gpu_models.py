@@ -147,3 +147,9 @@ def gpu_memory_gib(placement: PlacementConfig) -> float:
     if placement.gpu_memory_gib is not None:
         return placement.gpu_memory_gib
     return 0.0 if placement.gpu is None else GPU_MODELS[placement.gpu].memory_gib
+
+
+def find_gpu_model(device: str) -> GpuName | None:
+    """Returns the model of a GPU by the name that torch reports, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
+    words = f" {device.upper().replace('-', ' ')} "
+    return next((name for name in GpuName if f" {name.value.upper().replace('_', ' ')} " in words), None)

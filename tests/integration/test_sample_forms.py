@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FORMS = 13
-MAX_FILES = 28
+MAX_FILES = 29
 LONG_S = 400.0
 
 
