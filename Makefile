@@ -1,5 +1,5 @@
 # make run · make run-see · make run-omni · make run-episodes · make run-real · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make test-gpu-branch · make test-simulated-device · make env · make test-env · make lint · make clean
-# make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents · make real-env · make test-real
+# make gpu-check · make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents · make real-env · make test-real
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +29,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak test-gpu-branch test-simulated-device slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
+.PHONY: gpu-check env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak test-gpu-branch test-simulated-device slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -96,6 +96,11 @@ test-simulated-device: test-env
 	       "ninja-build)" >&2; exit 1; }
 	@RELAX_TRAIN_DEVICE=simulated $(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "$(ORDINARY)" \
 	  -o faulthandler_timeout=600 $(SIMULATED_IN) $(ARGS)
+
+# For a machine with an NVIDIA GPU: ten minutes at most, and a report (docs/gpu.md).
+GPU_PYTHON ?= python3
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
 slurm:

@@ -283,9 +283,6 @@ def check_colocate(given: Given) -> Iterator[Line]:
     if given.device != CUDA:
         yield from _run_lines("colocate", _finished(given, "colocate", "mode=colocate"))
         return
-    if importlib.util.find_spec("sglang") is None:
-        yield Line(check="colocate", what="trainer and SGLang on one GPU", found="not run: SGLang is not installed")
-        return
     words = ["placement=one_gpu", f"engine.python={sys.executable}"]
     yield from _run_lines("colocate", _finished(given, "colocate", *words))
 
@@ -310,6 +307,17 @@ CHECKS: Mapping[str, Callable[[Given], Iterator[Line]]] = {
 }
 
 
+NEEDS = {"run": "ray", "killed": "ray", "colocate": "ray"}  # check → package
+
+
+def missing_package(name: str, device: str) -> str | None:
+    """Returns the package without which a check cannot run, None if it is there."""
+    needed = [NEEDS[name]] if name in NEEDS else []
+    if name == "colocate" and device == CUDA:
+        needed.append("sglang")
+    return next((package for package in needed if importlib.util.find_spec(package) is None), None)
+
+
 def machine() -> dict[str, Any]:
     """Returns the GPU, its memory in GiB, and the versions of the driver and torch."""
     import torch
@@ -328,6 +336,10 @@ def run_checks(given: Given, names: Sequence[str]) -> list[Line]:
     lines = []
     for name in names:
         began = time.monotonic()
+        if (package := missing_package(name, given.device)) is not None:
+            lines.append(Line(check=name, what="the run", found=f"not run: {package} is not installed"))
+            print(_text(lines[-1]), flush=True)
+            continue
         try:
             for line in CHECKS[name](given):
                 lines.append(line)
