@@ -41,8 +41,8 @@ from relax_core.plan.step_time import (
 PROMPT = 120  # tokens: NeMo RL's tokens per second times its seconds, less its mean response
 FORWARDS = 2  # log-probs of the policy and of the reference; both are passes of the trainer's GPUs
 MAX_RUNNING = 256  # vLLM's default number of sequences
-NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md"
-VERL = "https://github.com/volcengine/verl/blob/main/docs/advance/fully_async.md"
+NEMO = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
+VERL = "https://verl.readthedocs.io/en/latest/advance/fully_async.html"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),
         (["engine.tp=2"], "engine.tp=2: engine=embedded is one process on CPU cores. Use engine.tp=1,"),
         (["plan=ture"], "plan=ture: expected true, json, rehearse, rehearse_json or false."),
-        (["placement=tpu"], "placement=tpu does not exist. What exists for placement: cpu, gpu."),
+        (["placement=tpu"], "placement=tpu does not exist. What exists for placement: cpu, gpu, one_gpu."),
         (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x: /etc/passwd is a file."),
         (["reward.timeout_s=0"], "reward.timeout_s=0.0"),
     ],

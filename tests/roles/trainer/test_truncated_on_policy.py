@@ -178,6 +178,7 @@ def check_on_policy(folder: Path, scored: Rows, algorithm: str, old_logprobs: st
         recorded.seen.clear()
         backend.begin_step(0)
         backend.accumulate(train_groups(of_name, recorded.spec, config))
+        backend._read_computed()
         (inputs, outputs), sums = recorded.seen[0], backend._sums
         assert gap_of(inputs.logprobs, inputs.rollout_logprobs) <= TOLERANCE, name
         assert gap_of(inputs.logprobs, inputs.old_logprobs) <= TOLERANCE, name
