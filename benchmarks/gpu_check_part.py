@@ -7,6 +7,7 @@ Writes FOLDER/PART-DEVICE.json, and larger results beside it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.family_models import make_family_model
 from relax_core.config.compose import compose, typed_config
@@ -46,7 +48,7 @@ GAP_SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 
 
 def parity(folder: Path) -> Mapping[str, Any]:
     """Trains three steps of each family in float32 and bfloat16; writes losses, norms and weights to FOLDER/DEVICE."""
-    import gpu_branch_ranks as ranks
+    ranks: Any = importlib.import_module("gpu_branch_ranks")
 
     device = os.environ[VARIABLE]
     for family in ranks.FAMILIES:
@@ -57,7 +59,7 @@ def parity(folder: Path) -> Mapping[str, Any]:
 
 def models(folder: Path) -> Mapping[str, Any]:
     """Writes the tiny models of the other parts; needs no GPU."""
-    import gpu_branch_ranks as ranks
+    ranks: Any = importlib.import_module("gpu_branch_ranks")
 
     ranks.make_models(folder)
     model = make_family_model(folder / "gap", "qwen3", **GAP_SIZES)
@@ -81,10 +83,8 @@ def attention(folder: Path) -> Mapping[str, Any]:
     mask = ((row[None] <= row[:, None]) & (row[:, None] < end[None])).to(device)
 
     def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None) -> torch.Tensor:
-        by_heads = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            *by_heads, attn_mask=mask, scale=scale, enable_gqa=True
-        )
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         return output[0].transpose(0, 1).flatten(1)
 
     found: dict[str, Any] = {"rows": padded, "compiled": training_device().cuda}
@@ -129,22 +129,23 @@ def _tree_ends(random: np.random.Generator, *, groups: int, prompt: int, branche
 
 @contextmanager
 def _kernel_is(kernel: Callable[..., Any]) -> Iterator[None]:
-    before = tree_attention._kernel
-    tree_attention._kernel = lambda: kernel
+    name = "_kernel"
+    before = getattr(tree_attention, name)
+    setattr(tree_attention, name, lambda: kernel)
     try:
         yield
     finally:
-        tree_attention._kernel = before
+        setattr(tree_attention, name, before)
 
 
 def gap(folder: Path) -> Mapping[str, Any]:
     """Writes the log-probs of one model in float32, in bfloat16, and with single causes of rounding taken away."""
-    from tiny_trainer import make_backend, make_groups
+    tiny: Any = importlib.import_module("tiny_trainer")
 
-    groups = make_groups([[60, 40, 80], [90, 30]], prompt_lengths=[50, 40])
+    groups = tiny.make_groups([[60, 40, 80], [90, 30]], prompt_lengths=[50, 40])
 
     def logprobs(model: str, dtype: str) -> np.ndarray:
-        backend = make_backend(folder / model, dtype=dtype, trainable=False)
+        backend = tiny.make_backend(folder / model, dtype=dtype, trainable=False)
         found = np.concatenate(backend.logprobs(groups))
         process_group.leave()
         return found
@@ -162,7 +163,7 @@ def gap(folder: Path) -> Mapping[str, Any]:
     if training_device().cuda:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         arrays["bfloat16, sums of products in float32"] = logprobs("gap", "bfloat16")
-    np.savez(folder / f"gap-{os.environ[VARIABLE]}.npz", **arrays)
+    np.savez(folder / f"gap-{os.environ[VARIABLE]}.npz", allow_pickle=False, **arrays)
     return {"tokens": int(np.count_nonzero(arrays["float32"]))}
 
 
@@ -172,7 +173,7 @@ def _wide_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 def offload(folder: Path) -> Mapping[str, Any]:
     """Trains layouts of one rank with and without offloads; returns what must be equal, and the bytes that are left."""
-    import offload_ranks as ranks
+    ranks: Any = importlib.import_module("offload_ranks")
 
     ranks.make_models(folder)
     found = {}
