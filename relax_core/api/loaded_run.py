@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,20 @@ class Summary(Mapping[str, Any]):
 class LoadedRun:
     """Reads a run's folder.
 
-    The run may still be live: each method reads its file when it is called. ``summary`` is read once and then kept.
+    The run may still be live: each method reads its file when it is called. ``summary`` is read once.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._summary: Summary | None = None
 
-    @cached_property
+    @property
     def summary(self) -> Summary | None:
         """Returns the summary, or None if the run is live or failed before the first report."""
         file = self.folder / SUMMARY_FILE
-        return Summary(self.folder, json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        if self._summary is None and file.exists():
+            self._summary = Summary(self.folder, json.loads(file.read_text(encoding="utf-8")))
+        return self._summary
 
     def curves(self) -> list[dict[str, float]]:
         """Returns one dict per step: "step" and the metrics of docs/metrics.md by name, such as "actor/reward".

@@ -85,6 +85,8 @@ def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: py
     ]
     assert run.answers() == [{"step": 1, "prompt": "p", "answer": "a", "response": "r", "exact": False}]
     assert run.summary is None
+    (tmp_path / "summary.json").write_text('{"outcome": "finished", "steps": 2}')
+    assert run.summary is not None and run.summary.outcome == "finished", "the run has ended since"
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         run.frame("curves")

@@ -32,7 +32,7 @@ _END_S = 10.0
 class _Places:
     """Counts the places of a group: ``kept`` places are reserved for the group, ``open`` episodes use such a place."""
 
-    kept: int = 0
+    kept: int
     open: int = 0
 
 
@@ -69,13 +69,11 @@ class EnvWorkers:
 
     async def _take_place(self, group: int, size: int) -> None:
         async with self._changed:
-            places = self._groups.setdefault(group, _Places())
-            await self._changed.wait_for(lambda: places.kept or self._free >= size)
-            if not places.kept:
-                places.kept = size
+            await self._changed.wait_for(lambda: group in self._groups or self._free >= size)
+            if group not in self._groups:
+                self._groups[group] = _Places(kept=size)
                 self._free -= size
-                self._groups[group] = places
-            places.open += 1
+            self._groups[group].open += 1
 
     async def _give_place(self, group: int) -> None:
         async with self._changed:
@@ -84,7 +82,6 @@ class EnvWorkers:
             if not places.open:
                 self._free += places.kept
                 del self._groups[group]
-                places.kept = 0
                 self._changed.notify_all()
 
     def _check_memory(self) -> None:
