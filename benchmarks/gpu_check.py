@@ -332,8 +332,13 @@ def machine() -> dict[str, Any]:
 
 def run_checks(given: Given, names: Sequence[str]) -> list[Line]:
     """Returns the lines of the checks; one that fails without a result is a line that failed."""
-    given.part("models", "cpu")
-    lines = []
+    lines: list[Line] = []
+    try:
+        given.part("models", "cpu")
+    except PartFailed as error:
+        lines.append(Line(check="models", what="tiny models of all parts", found=str(error), wanted="made", ok=False))
+        print(_text(lines[-1]), flush=True)
+        return lines
     for name in names:
         began = time.monotonic()
         if (package := missing_package(name, given.device)) is not None:
