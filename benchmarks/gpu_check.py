@@ -183,11 +183,12 @@ def check_sizes(given: Given) -> Iterator[Line]:
     gpu_name = find_gpu_model(machine()["gpu"])
     for preset, found in given.part("sizes").items():
         seconds = min(found["seconds"][-2:])
-        speed = f"{seconds:.2f} s, {found['tokens'] / seconds:,.0f} trained tokens/s"
+        rows = Rows(**found["work"])
+        speed = f"{seconds:.2f} s, {rows.head / seconds:,.0f} trained tokens/s"
         if "allocated" not in found:
             yield Line(check="sizes", what=f"{preset}, a train step", found=speed)
             continue
-        planned = max(found["phases"].values())
+        planned = found["planned"]
         share = found["allocated"] / planned - 1
         yield Line(
             check="sizes",
@@ -211,7 +212,6 @@ def check_sizes(given: Given) -> Iterator[Line]:
             yield Line(check="sizes", what=f"{preset}, a train step", found=speed)
             continue
         model, gpu = find_dimensions(typed_config(compose([f"experiment={preset}"]))), GPU_MODELS[gpu_name]
-        rows = Rows(total=found["rows"], keys=found["keys"], head=found["tokens"], micro_batches=1)
         one = ParallelConfig(dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sequence_parallel=False)
         guess = pass_seconds(model, gpu, one, rows, gpus_per_node=1, trained=True, recompute=True).total
         of_peak = pass_flops(model, rows, trained=True, recompute=True) / seconds / gpu.flops

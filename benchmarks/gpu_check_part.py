@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.family_models import make_family_model
 from relax_core.config.compose import compose, typed_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.tree import TokenTree
-from relax_core.families.folder import folder_architecture
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.gpu_terms import trainer_phases
 from relax_core.plan.rehearsed_step import largest_micro_batch, write_short_model
+from relax_core.plan.step_time import rows_of_trees
 from relax_core.train import process_group
 from relax_core.train.context_parallel import WHOLE
 from relax_core.train.device import VARIABLE, training_device
@@ -216,7 +215,6 @@ def _sized(config: RelaxConfig, folder: Path) -> Mapping[str, Any]:
     folder.mkdir()
     plan = make_plan(config)
     write_short_model(config, folder, layers=plan.model.layers)
-    folder_architecture(folder, family=config.model.family)
     groups = largest_micro_batch(config, plan.work, None)
     setup = rank_setup(config, model_folder=folder, rank=0, store_address="")
     rank = _RandomRank(replace(setup, threads=1, total_steps=SIZED_STEPS), temperature=config.rollout.temperature)
@@ -232,7 +230,10 @@ def _sized(config: RelaxConfig, folder: Path) -> Mapping[str, Any]:
         rank.finish_step()
         training_device().synchronize()
         seconds.append(time.perf_counter() - began)
-    found = {"seconds": seconds, **_work(groups), "phases": _planned(config)}
+    phases = trainer_phases(config, plan.model, plan.work, stage=0)
+    planned = max(sum(terms.values()) for terms in phases.values())
+    work = rows_of_trees(groups, micro_batches=SIZED_MICRO_BATCHES)
+    found = {"seconds": seconds, "work": asdict(work), "planned": planned}
     if training_device().cuda:
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
@@ -250,24 +251,6 @@ def _sized(config: RelaxConfig, folder: Path) -> Mapping[str, Any]:
     if training_device().cuda:
         torch.cuda.empty_cache()
     return found
-
-
-def _work(groups: list[TokenTree]) -> Mapping[str, float]:
-    """Returns the rows of a train step, the mean number of rows that one attends to, and its trained tokens."""
-    rows = keys = tokens = 0.0
-    for tree in groups:
-        prompt = int((~tree.loss_mask).sum())
-        lengths = [turn.end - turn.start - 1 for episode in tree.episodes for turn in episode.turns]
-        rows += prompt + sum(lengths)
-        keys += prompt * prompt / 2 + sum(length * (prompt + length / 2) for length in lengths)
-        tokens += sum(length + 1 for length in lengths)
-    return {"rows": SIZED_MICRO_BATCHES * rows, "keys": keys / rows, "tokens": SIZED_MICRO_BATCHES * tokens}
-
-
-def _planned(config: RelaxConfig) -> Mapping[str, int]:
-    plan = make_plan(config)
-    phases = trainer_phases(config, plan.model, plan.work, stage=0)
-    return {name: sum(terms.values()) for name, terms in phases.items()}
 
 
 PARTS: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {

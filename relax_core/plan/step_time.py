@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from relax_core.config.choices import ModeName, Recompute
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.tree import TokenTree
 from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
 from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes
 from relax_core.plan.model_dimensions import ModelDimensions
@@ -69,6 +70,18 @@ class Rows:
     micro_batches: float
     updates: int = 1
     towers: float = 0.0
+
+
+def rows_of_trees(trees: Sequence[TokenTree], *, micro_batches: int = 1) -> Rows:
+    """Returns the rows of a step whose ``micro_batches`` micro-batches all consist of these groups."""
+    total = keys = head = 0.0
+    for tree in trees:
+        prompt = int((~tree.loss_mask).sum())
+        lengths = [turn.end - turn.start - 1 for episode in tree.episodes for turn in episode.turns]
+        total += prompt + sum(lengths)
+        keys += prompt * prompt / 2 + sum(length * (prompt + length / 2) for length in lengths)
+        head += sum(length + 1 for length in lengths)
+    return Rows(total=micro_batches * total, keys=keys / total, head=micro_batches * head, micro_batches=micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)

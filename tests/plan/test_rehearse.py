@@ -17,7 +17,7 @@ from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions
 from relax_core.plan.rehearsal_child import Job
 from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehearse, run_jobs
 from relax_core.plan.rehearsed_step import largest_micro_batch
-from relax_core.plan.step_time import Rows, message_bytes, pass_flops
+from relax_core.plan.step_time import message_bytes, pass_flops, rows_of_trees
 from relax_core.plan.workload import Workload
 from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, LAYERS_BACKWARD, ONCE, Counts, extrapolated
 
@@ -91,16 +91,8 @@ def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int,
 
 def _check_work(config: RelaxConfig, model: ModelDimensions, work: Workload, stages: list[Counts]) -> None:
     """Compares operations and messages of one micro-batch for each stage with the formulas of the step's seconds."""
-    trees, parallel = largest_micro_batch(config, work, None), config.parallel
-    total = keys = head = 0.0
-    for tree in trees:
-        prompt = int((~tree.loss_mask).sum())
-        branches = [len(tree.token_ids[turn.start : turn.end]) - 1 for ep in tree.episodes for turn in ep.turns]
-        total += prompt + sum(branches)
-        keys += prompt * prompt / 2 + sum(rows * (prompt + rows / 2) for rows in branches)
-        head += sum(rows + 1 for rows in branches)
-    count = parallel.pp
-    step = Rows(total=count * total, keys=keys / total, head=count * head, micro_batches=count)
+    parallel = config.parallel
+    step = rows_of_trees(largest_micro_batch(config, work, None), micro_batches=parallel.pp)
     of_layers = replace(model, row_products=model.row_products * model.layers // find_dimensions(config).layers)
     flops = parallel.tp * sum(sum(counts.flops.values()) for counts in stages)
     assert pass_flops(of_layers, step, trained=True) == pytest.approx(flops, rel=WITHIN)
