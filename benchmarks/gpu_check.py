@@ -24,7 +24,6 @@ import datetime
 import importlib.util
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -48,7 +47,7 @@ RUN_STEPS, KILLED_AT = 12, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Holds a row of the report. ``ok`` is None for a number without a bound, and for what was not run."""
+    """Holds a row of the report. ``ok`` is None for a number without a bound and for a check that was not run."""
 
     check: str
     what: str
@@ -74,12 +73,17 @@ class Given:
         path = os.pathsep.join([str(HERE), str(HERE / "tests" / "train")])
         return os.environ | ONE_THREAD | {"PYTHONPATH": path, "RELAX_TRAIN_DEVICE": device}
 
+    def left(self, limit_s: float) -> float:
+        """Returns the seconds that a part may take, at most ``limit_s``. Raises PartFailed if no time is left."""
+        left = min(limit_s, self.until - time.monotonic())
+        if left <= 0:
+            raise PartFailed("not run: ten minutes have passed")
+        return left
+
     def part(self, name: str, device: str | None = None) -> Mapping[str, Any]:
         """Runs a part in a process and returns its result. Raises PartFailed."""
         device = device or self.device
-        left = min(PART_S, self.until - time.monotonic())
-        if left <= 0:
-            raise PartFailed("not run: ten minutes have passed")
+        left = self.left(PART_S)
         command = [sys.executable, "-m", "benchmarks.gpu_check_part", name, str(self.folder)]
         try:
             done = subprocess.run(
@@ -236,10 +240,7 @@ def _finished(given: Given, name: str, *words: str, kill: str | None = None) -> 
     from benchmarks.chaos_runs import Training, find_process
     from tests.integration.live_run import LiveRun
 
-    left = min(RUN_S, given.until - time.monotonic())
-    if left <= 0:
-        raise PartFailed("not run: ten minutes have passed")
-    folder, deadline = given.folder / name, time.monotonic() + left
+    folder, deadline = given.folder / name, time.monotonic() + given.left(RUN_S)
     environment = {} if given.device == CUDA else {"RELAX_TRAIN_DEVICE": given.device}
     with LiveRun(folder, *_run_words(given), *words, environment=environment) as live:
         try:
@@ -402,7 +403,6 @@ def main() -> int:
             f"--device=cuda: torch {of['torch']} finds no GPU. Run it on a machine with an NVIDIA GPU and a torch for "
             f"its driver, or test the command itself with --device={ON_CPU}."
         )
-    random.seed(0)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="relax-gpu-check-") as name:
         given = Given(device=arguments.device, folder=Path(name), until=began + TOTAL_S)

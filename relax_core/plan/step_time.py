@@ -18,7 +18,7 @@ from relax_core.config.choices import ModeName, Recompute
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
-from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes
+from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes, state_terms
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.roles.process_placement import engines_take_gpus, worker_group_layouts
@@ -73,7 +73,7 @@ class Rows:
 
 
 def rows_of_trees(trees: Sequence[TokenTree], *, micro_batches: int = 1) -> Rows:
-    """Returns the rows of a step whose ``micro_batches`` micro-batches all consist of these groups."""
+    """Returns the rows of a step of ``micro_batches`` equal micro-batches with these groups."""
     total = keys = head = 0.0
     for tree in trees:
         prompt = int((~tree.loss_mask).sum())
@@ -220,7 +220,7 @@ def decode_step_seconds(
     gpus_per_node: int,
     efficiency: Efficiency = EFFICIENCY,
 ) -> float:
-    """Returns the seconds in which an engine decodes one token of each of ``running`` samples of ``context`` tokens."""
+    """Returns the seconds of a decode step: one token for each of ``running`` samples of ``context`` tokens."""
     tp, size = engines.tp, engines.size
     weights = float(model.layer_parameters + model.vocabulary * model.hidden)
     if model.experts is not None:
@@ -251,7 +251,7 @@ def prefill_seconds(
     keys: float,
     efficiency: Efficiency = EFFICIENCY,
 ) -> float:
-    """Returns the seconds in which all engines together compute ``rows`` rows of prompts."""
+    """Returns the seconds of the prefill of ``rows`` rows of prompts, divided over all engines."""
     read = Rows(total=rows, keys=keys, head=0, micro_batches=1)
     share = efficiency.experts if model.experts else efficiency.dense
     return pass_flops(model, read, trained=False) / (engines.count * engines.tp) / (gpu.flops * share)
@@ -305,7 +305,7 @@ def steady_rollout_seconds(
     gpus_per_node: int,
     efficiency: Efficiency = EFFICIENCY,
 ) -> float:
-    """Returns the seconds in which engines that always decode ``running`` samples each produce ``samples`` samples."""
+    """Returns the seconds of ``samples`` samples if each engine always decodes ``running`` samples."""
     running = min(running, engines.max_running)
     step = decode_step_seconds(
         model,
@@ -467,11 +467,8 @@ def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> Phas
 
 def _state(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
     """The weights and optimizer state of each rank go to the host and back; gradients are not copied."""
-    size = dtype_bytes(config)
-    parallel = config.parallel
-    replicas = parallel.dp * parallel.cp if parallel.distributed_optimizer else 1
-    adam = (12 if size == _WEIGHTS else 8) / replicas
-    of_rank = rank_parameters(model, parallel) * (size + adam)
+    terms = state_terms(config, config.parallel, model)
+    of_rank = terms["weights"] + terms["Adam states"]
     return PhaseTime(
         name=STATE_PHASE,
         seconds=2 * of_rank / (gpu.host * EFFICIENCY.link),
