@@ -1,7 +1,6 @@
 """Compares the final scores and the speed of learning of all algorithms on the demo, from the same initial model.
 
-    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl         # prints a table
-    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl --docs  # also writes docs/algorithms.md
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl    # prints a table
     python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
 
 A run takes about twenty seconds and then adds one line to --results. Runs with a line in that file are skipped, so the
@@ -35,8 +34,6 @@ from relax_core.registry import names
 WINDOW = 10  # steps that are averaged
 SOLVED = 0.9
 DEADLINE_S = 1200
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
-BEGIN, END = "<!-- benchmarks.algorithms: begin -->", "<!-- benchmarks.algorithms: end -->"
 ASYNC, COLOCATE = "async", "colocate"
 DISTILL, FROM_GRPO = "distill", "distill_grpo"
 ROWS = sorted([*names("algo"), FROM_GRPO])
@@ -75,12 +72,7 @@ def main() -> int:
         print(f"{run.row} {run.mode} seed {run.seed}: {json.dumps(done[run])}", file=sys.stderr, flush=True)
         if arguments.results:
             write_result(arguments.results, run, done[run])
-    written = table({run: done[run] for run in runs if run in done}, seeds=arguments.seeds)
-    print(written)
-    if arguments.docs:
-        text = DOCS.read_text()
-        before, rest = text.split(BEGIN)
-        DOCS.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}")
+    print(table({run: done[run] for run in runs if run in done}, seeds=arguments.seeds))
     return 0
 
 
@@ -88,15 +80,12 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each algorithm, with seeds 0, 1, …")
     parser.add_argument("--steps", type=int, default=compose([]).run.steps, help="train steps of a run")
-    parser.add_argument("--only", nargs="+", choices=ROWS, help="these rows alone")
+    parser.add_argument("--only", nargs="+", choices=ROWS, help="only these rows")
     parser.add_argument("--override", nargs="+", default=[], help="overrides for every run, as on the command line")
     parser.add_argument("--results", type=Path, help="JSON lines of finished runs, which are not repeated")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/algorithms.md")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.steps < 2 * WINDOW:
         parser.error(f"--seeds: 1 or more; --steps: {2 * WINDOW} or more")
-    if arguments.docs and arguments.only:
-        parser.error("--docs writes the table of all algorithms: leave out --only")
     return arguments
 
 

@@ -1,12 +1,12 @@
 """Compares every model family with transformers: log-probs and gradients of the trainer, log-probs of the engines.
 
-    python -m benchmarks.families [--docs] [--only NAME …]
+    python -m benchmarks.families [--only NAME …]
 
 The models are tiny and random, in float32 (benchmarks/family_models.py). The table has the largest absolute difference
 of log-probs, and the largest difference of gradients relative to the largest entry of each tensor. `prefill`: log-probs
 of every token of given sequences. `decode`: log-probs of sampled tokens; every token after the first uses the cache.
-Engines run as processes. SGLang takes part if its environment exists (make sglang-cpu). ``--docs`` writes the table
-into docs/families.md.
+Engines run as processes. SGLang takes part if its environment exists (make sglang-cpu). Recorded results are in
+benchmarks/results/families.json.
 """
 
 from __future__ import annotations
@@ -228,22 +228,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-DOCS = Path(__file__).parent.parent / "docs" / "families.md"
-BEGIN = "<!-- written by python -m benchmarks.families --docs -->\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/families.md")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="NAME", help="these models")
     arguments = parser.parse_args()
     rows = measure(arguments.only or list(VARIANTS))
     print(table(rows))
     worst = max(row[name] for row in rows for name in COLUMNS if name in row)
     print(f"\nlargest: {worst:.1e}; to reach: {REACH:.0e}")
-    if arguments.docs:
-        before = DOCS.read_text().split(BEGIN)[0]
-        DOCS.write_text(before + BEGIN + table(rows) + "\n")
 
 
 if __name__ == "__main__":

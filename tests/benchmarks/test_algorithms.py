@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.algorithms import (
-    BEGIN,
-    DOCS,
-    END,
     Metrics,
     Run,
     planned,
@@ -79,8 +76,3 @@ def test_a_stopped_benchmark_goes_on(tmp_path: Path) -> None:
     assert read_results(file) == {runs[1]: some_figures()}
     write_result(file, runs[0], some_figures())
     assert [run for run in runs if run not in read_results(file)] == runs[2:]
-
-
-def test_the_docs_have_a_place_for_the_table() -> None:
-    text = DOCS.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)

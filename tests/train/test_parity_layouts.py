@@ -1,4 +1,4 @@
-"""Tests rows of docs/parity.md: two train steps of a layout against a single process, and of this against Hugging Face.
+"""Compares two train steps of layouts with a single process, and those of the single process with Hugging Face.
 
 `make test` covers each kind of parallelism and their combinations once; `make test-soak` covers every row.
 """

@@ -1,4 +1,4 @@
-"""Compares multimodal models with Hugging Face, and some layouts of docs/parity_media.md with the single process.
+"""Compares multimodal models with Hugging Face, and some layouts with the single process.
 
 `make test` compares each family with Hugging Face in the case that combines images of many sizes, videos, audio,
 branches and text; `make test-soak` also compares each of these features separately, and long chunks of gated delta
