@@ -77,7 +77,7 @@ class Scene:
         return kind, find_process(self.live, kind)
 
     def send(self, kind: str, pid: int, number: signal.Signals) -> None:
-        """Sends a signal to a process. A process that has ended is no error."""
+        """Sends a signal to a process. A process that has ended is not an error."""
         self.text.append(f"{number.name} to {kind}")
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -150,7 +150,7 @@ def check(config: McpConfig) -> None:
         if (PORT in server.url) != (PORT in server.command):
             raise ValueError(f"{key}: {PORT} stands in one of command and url. Write it in both, or a port in both.")
         if server.cwd is not None and not os.path.isdir(server.cwd):
-            raise ValueError(f"{key}.cwd={server.cwd} is no folder.")
+            raise ValueError(f"{key}.cwd={server.cwd} is not a folder.")
         if server.command:
             _check_command(server.command, f"{key}.command")
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, open_dict
 from relax_core.config.compose import SweepFailed
 from relax_core.contracts.private_folder import private_folder
 
-# ``metric`` is the dotted path of a run's value in its summary.json. This is no dataclass, because Hydra loads this
+# ``metric`` is the dotted path of a run's value in its summary.json. This is not a dataclass, because Hydra loads this
 # file without an entry in sys.modules.
 _CONFIG = {"_target_": "hydra_plugins.relax_launcher.RelaxLauncher", "metric": "reward.last"}
 ConfigStore.instance().store(group="hydra/launcher", name="relax", node=_CONFIG, provider="relax")

@@ -254,7 +254,7 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
     host, _, port = address.rpartition(":")
     fix = "Start one with `ray start --head`, name its host:port, or leave the key null: the run then starts Ray."
     if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
-        yield f"launcher.ray_address={address} is no host:port of a Ray head. {fix}"
+        yield f"launcher.ray_address={address} is not a host:port of a Ray head. {fix}"
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ADDRESS_S).close()

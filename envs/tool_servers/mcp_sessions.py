@@ -105,7 +105,7 @@ class McpSessions:
                 return True, f"The tool {tool} failed: {error.message}"
             raise RuntimeError(f"the server {server} is lost: {self._why(server, error)}") from error
         except ValidationError:  # for example, content of an unknown type
-            return True, f"The result of the tool {tool} cannot be read: it is no result of the protocol."
+            return True, f"The result of the tool {tool} cannot be read: it is not a result of the protocol."
         finally:
             calling.cancel()
 

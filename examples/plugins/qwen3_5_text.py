@@ -20,7 +20,7 @@ def delta_net(config: HfConfig) -> DeltaNet:
 
 
 def check(config: HfConfig) -> None:
-    """Raises ValueError if the number of value heads is no multiple of the key heads."""
+    """Raises ValueError if the number of value heads is not a multiple of the key heads."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
         raise ValueError(

@@ -9,7 +9,7 @@ from relax_core.contracts.family import Family, HfConfig, RequiredValue
 
 
 def check(config: HfConfig) -> None:
-    """Raises ValueError if the number of heads is no multiple of the key-value heads."""
+    """Raises ValueError if the number of heads is not a multiple of the key-value heads."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if heads % kv_heads:
         raise ValueError(

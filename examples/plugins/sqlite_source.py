@@ -21,7 +21,7 @@ def check(config: SqliteConfig) -> None:
     if not Path(config.database).is_absolute() or not Path(config.database).is_file():
         raise ValueError(f"data.config.database={config.database}: no such file. Give its absolute path.")
     if not config.table.isidentifier():
-        raise ValueError(f"data.config.table={config.table}: this is no table's name.")
+        raise ValueError(f"data.config.table={config.table}: this is not a table's name.")
 
 
 class SqliteSource(BaseDataSource):

@@ -101,7 +101,7 @@ class Journal:
     moves them back. The table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group; a row's id
     is the id of the group's first ``put`` event.
 
-    During an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory; they are written after
+    During an outage (`relax_core.contracts.outage`), such as a full disk, events stay in memory. They are written after
     the outage. After any other SQLite error the thread stops writing, and the bus continues. The next `flush` then
     raises `LedgerUnwritable`.
     """

@@ -392,7 +392,7 @@ def check_plain(path: Path) -> None:
     except FileNotFoundError:
         raise FileNotFoundError(path) from None
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path.name} is no plain file")
+        raise ValueError(f"{path.name} is not a plain file")
     for ending in SQLITE_SUFFIXES:
         beside = path.with_name(f"{path.name}{ending}")
         try:
@@ -400,7 +400,7 @@ def check_plain(path: Path) -> None:
         except FileNotFoundError:
             continue
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{beside.name} is no plain file")
+            raise ValueError(f"{beside.name} is not a plain file")
 
 
 def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
@@ -413,7 +413,7 @@ def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
     kind, root, statement = found[0]
     words = str(statement).split(None, 2)[:2]
     if len(found) > 1 or kind != "table" or not root or [word.upper() for word in words] != ["CREATE", "TABLE"]:
-        raise ValueError(f"{file}: {table} is no plain table")
+        raise ValueError(f"{file}: {table} is not a plain table")
     columns = database.execute(f"PRAGMA table_xinfo({table})").fetchall()
     if computed := [str(column[1])[:40] for column in columns if column[6]]:
         raise ValueError(f"{file}: {table} has the computed column {computed[0]}")

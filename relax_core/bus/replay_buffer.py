@@ -414,7 +414,7 @@ class OpenGroup:
     ``done`` contains the tasks that have written their columns. ``leases`` maps a task to the id of its lease of the
     group. ``actor_step`` is the train step that has leased the group, if any. ``deliveries`` counts the actor's leases
     of the group. ``newest_version`` is the weight version of the newest token, if the columns contain the episodes.
-    ``modality`` is the prompt's modality; it is empty in a text run and before the prompt's data row is read.
+    ``modality`` is the prompt's modality. It is empty in a text run and before the prompt's data row is read.
     """
 
     admission: Admission
@@ -684,4 +684,4 @@ def check_media(group: Group, named: Container[str]) -> None:
 def check_digests(digests: Iterable[str]) -> None:
     """Refuses invalid digests, because digests become file names."""
     if wrong := [digest for digest in digests if not is_digest(digest)]:
-        raise ValueError(f"bus: {wrong[0]!r} is no digest of a media item: give 32 hexadecimal digits")
+        raise ValueError(f"bus: {wrong[0]!r} is not a digest of a media item: give 32 hexadecimal digits")

@@ -24,9 +24,9 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     are sent in the message body, larger payloads in separate blocks. ``max_row_bytes``: groups with more bytes are
     refused. ``spare_groups`` is the number of additional groups that over-sampling admits for a step. ``surplus``:
     "drop" or "keep" unused groups for later steps. ``rollout_workers`` is the number of workers that share the groups.
-    ``media_folder`` is the folder with the files of media items; it is empty in a run without media. If ``media_nodes``
+    ``media_folder`` is the folder with the files of media items. It is empty in a run without media. If ``media_nodes``
     is True, each node has a separate folder next to ``media_folder`` (`relax_core.bus.media_storage`). ``mix`` maps
-    modalities to their shares of the groups; it is empty without data.mix.
+    modalities to their shares of the groups. It is empty without data.mix.
     """
 
     groups_per_step: int

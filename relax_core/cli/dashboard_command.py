@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for folder in given.folder:
         if not folder.is_dir():
-            print(f"relax dashboard: {folder} is no folder. Give a run folder, or a folder of runs.", file=sys.stderr)
+            print(f"relax dashboard: {folder} is not a folder. Give a run folder or a folder of runs.", file=sys.stderr)
             return 2
     if not find_runs(given.folder):
         listed = ", ".join(map(str, given.folder))

@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     )
     given = parser.parse_args(words)
     if not any((given.run / mark).is_file() for mark in MARKS):
-        print(f"relax stall: {given.run} is no folder of a run: it has no {' and no '.join(MARKS)}", file=sys.stderr)
+        print(f"relax stall: {given.run} is not a folder of a run: it has no {' and no '.join(MARKS)}", file=sys.stderr)
         return _NO_RUN
     if (state := run_state(given.run)) != LIVE:
         print(

@@ -118,7 +118,7 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
 
 
 def planned_config_from_yaml(text: str) -> RelaxConfig:
-    """Reads the YAML of a configuration that can be planned, but not started; it is not validated again.
+    """Reads the YAML of a configuration that can be planned, but not started. It is not validated again.
 
     Raises `ConfigError`.
     """

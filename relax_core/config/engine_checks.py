@@ -89,7 +89,7 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
     for url in engine.urls:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.port is None or parts.path not in ("", "/"):
-            yield f"engine.urls: {url} is no address of a server. Write http://host:port."
+            yield f"engine.urls: {url} is not an address of a server. Write http://host:port."
     for key, unset in _OF_OUR_SERVERS.items():
         if (value := getattr(engine, key)) != unset:
             yield f"engine.{key}={value} with engine.urls: the run does not start these servers. Drop it."

@@ -275,7 +275,7 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
     written = f"model.freeze=[{','.join(asked)}]"
     for part in dict.fromkeys(asked):
         if part not in MODEL_PARTS:
-            yield f"{written}: {part} is no part of a model. What exists: {', '.join(MODEL_PARTS)}."
+            yield f"{written}: {part} is not a part of a model. What exists: {', '.join(MODEL_PARTS)}."
         elif parts and part not in parts:
             left = ",".join(other_part for other_part in asked if other_part != part)
             yield f"{written}: model={name} has no {part}; it has {', '.join(parts)}. Use model.freeze=[{left}]."

@@ -142,7 +142,7 @@ class RewardChoice:
         if name is None or name == "":
             return self.own
         if not isinstance(name, str):
-            raise ValueError(f"{self._by}={name!r} is no name of a reward. Write one, such as math.")
+            raise ValueError(f"{self._by}={name!r} is not a name of a reward. Write one, such as math.")
         if name not in self._rewards:
             self._rewards[name] = self._named(name)
         return self._rewards[name]

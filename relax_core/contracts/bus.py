@@ -66,7 +66,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample. ``columns`` has the payloads; in a lease, only the requested payloads. ``dropped`` maps the uids of the
     dropped samples to the reason. ``media`` maps the digest of each media item in the tree to the item's size in bytes;
     the bus client fills ``media`` from column `MEDIA`, so a caller leaves it empty. ``modality`` is the prompt's
-    modality (`relax_core.config.modality`); it is empty in a text-only run and before the group is leased.
+    modality (`relax_core.config.modality`). It is empty in a text-only run and before the group is leased.
     """
 
     group_uid: str
@@ -149,7 +149,7 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     ``version`` is the current weight version, which equals the number of finished train steps. ``media_items`` is the
     number of stored media items with references, and ``media_bytes`` their total size in bytes. ``ledger_problem`` says
-    why the bus cannot write the ledger's events now; it is "" if the bus can write them.
+    why the bus cannot write the ledger's events now. It is "" if the bus can write them.
     """
 
     version: int

@@ -290,7 +290,7 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
 
 
 def checked_sink(spec: SinkSpec) -> SinkSpec:
-    """Returns the metrics sink with an ``open`` that raises `WrongResult` for a result that is no sink."""
+    """Returns the metrics sink with an ``open`` that raises `WrongResult` for a result that is not a sink."""
     function = PluginFunction("metrics sink", spec.name, spec.open)
 
     def checked_open(start: SinkStart, config: Any) -> BaseSink:
@@ -438,7 +438,7 @@ class _CheckedInteraction(BaseInteractionEnv):
 
 
 def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``function`` and checks the result; it is async if ``function`` is async."""
+    """Returns a function that calls ``function`` and checks the result. It is async if ``function`` is async."""
     function = contained(function)
     if not is_async(function):
         return lambda *given: check(function(*given))

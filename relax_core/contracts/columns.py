@@ -96,7 +96,7 @@ def media_sizes(columns: Mapping[str, bytes]) -> dict[str, int]:
     try:
         return {medium.item.digest: medium.item.nbytes for medium in _named_decoder.decode(payload)}
     except msgspec.DecodeError as error:
-        raise ValueError(f"column {MEDIA} is no list of media items: {error}") from error
+        raise ValueError(f"column {MEDIA} is not a list of media items: {error}") from error
 
 
 def encode_tree(tree: TokenTree) -> Columns:

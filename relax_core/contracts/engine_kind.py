@@ -94,7 +94,7 @@ class EngineServer:
     """Describes a server, and how a client connects to the server.
 
     ``token`` is empty if the server needs no token. ``attached`` is True for an external server. ``model_folder`` is
-    the folder of the served model. ``media_folder`` contains the media items of prompts; it is None in a text-only run.
+    the folder of the served model. ``media_folder`` contains the media items of prompts. It is None in a text-only run.
     ``weights_folder`` contains the weight versions that the run publishes; processes that send weights to the same
     server coordinate there. ``request_timeout_s`` is the longest pause in seconds within a generate call, and
     ``control_timeout_s`` the longest time of any other call.

@@ -124,7 +124,7 @@ def missing_interface(names: str) -> str | None:
     if missing is None:
         return None
     return (
-        f"{GLOO_INTERFACES}={names}: {missing!r} is no network interface of this machine ({', '.join(existing)}). "
+        f"{GLOO_INTERFACES}={names}: {missing!r} is not a network interface of this machine ({', '.join(existing)}). "
         "Unset the variable or name another interface."
     )
 

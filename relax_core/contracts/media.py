@@ -114,7 +114,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     pixels. ``frames`` is the number of image frames that Relax uses. ``audio_frames`` is the number of frames of audio
     features, and ``audio_seconds`` is the length of the sound.
 
-    ``tensors`` lists the tensors in the item's file; they have ``nbytes`` bytes in total. The vision tensor is named
+    ``tensors`` lists the tensors in the item's file. They have ``nbytes`` bytes in total. The vision tensor is named
     ``frames``, uint8 ``[frames, height, width, 3]``. The audio tensor is named ``features``, float32 ``[mel bins,
     audio_frames]``. A video with its sound track has two tensors.
     """

@@ -106,7 +106,7 @@ class FolderReader:
     def open(self, digest: str) -> tuple[MediaItem, dict[str, np.ndarray]]:
         """Returns the record and the tensors of an item. The file stays mapped while a tensor is in use.
 
-        Raises ValueError if ``digest`` is no digest, and `MediaGone` if the folder has no such item.
+        Raises ValueError if ``digest`` is not a digest, and `MediaGone` if the folder has no such item.
         """
         if not is_digest(digest):
             raise ValueError(f"media {digest!r}: a digest has 32 hexadecimal digits.")

@@ -87,7 +87,7 @@ def _comes_from_outside(error: BaseException) -> bool:
 
 
 def contained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plug-in's function wrapped in `Contained`; it is async if ``function`` is async."""
+    """Returns a plug-in's function wrapped in `Contained`. It is async if ``function`` is async."""
     if is_async(function):
 
         @functools.wraps(function, updated=())
@@ -148,7 +148,7 @@ class PluginFunction:
         return WrongResult(f"{self._words} returned{of}{shown(came)} of type {type(came).__name__}. Wanted: {wanted}.")
 
     def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
-        """Returns the error for a result that is not the expected tensor; it has the result's shape and dtype."""
+        """Returns the error for a result that is not the expected tensor. It has the result's shape and dtype."""
         if not hasattr(came, "shape"):
             return self.wrong(came, wanted, what=what)
         described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"

@@ -25,16 +25,16 @@ class NotPlain(ValueError):
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Opens a plain file for reading. Raises NotPlain if the path is no plain file, and OSError."""
+    """Opens a plain file for reading. Raises NotPlain if the path is not a plain file, and OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        raise NotPlain(f"{path.name} is no plain file: {error.strerror}") from error
+        raise NotPlain(f"{path.name} is not a plain file: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotPlain(f"{path.name} is no plain file")
+        raise NotPlain(f"{path.name} is not a plain file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -192,7 +192,7 @@ STOP, END_NOW = "stop", "at-once"  # messages of the supervisor
 class SupervisorPipe:
     """Implements the controller's end of the pipes to the supervisor. Thread-safe.
 
-    ``stop_signal`` is the number of the signal that stops the run, or None; it is SIGTERM if the supervisor has exited.
+    ``stop_signal`` is the number of the signal that stops the run, or None. It is SIGTERM if the supervisor has exited.
     ``ordered`` is True after `order_stop`. ``trained`` is True after `report_trained`. ``write_to`` and ``read_from``
     are file descriptors.
     """

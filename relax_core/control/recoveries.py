@@ -31,7 +31,7 @@ class Recovery:
     In tier 1 one process restarts in place; in tier 2 all services restart from a checkpoint. ``at_step`` is the number
     of train steps done when the loss was noticed. ``from_step`` is the step that the run continued from. ``time_s`` is
     the Unix time in seconds when the loss was noticed. ``seconds`` is the time from ``time_s`` to the end of the next
-    train step; it is None until this step ends.
+    train step. It is None until this step ends.
     """
 
     tier: int

@@ -329,7 +329,7 @@ class BusHealth:
     """Monitors the bus.
 
     ``progress`` is the bus's newest answer, None before the first answer. ``lost`` says how the bus was lost, as a
-    clause for a sentence that begins with "the bus"; it is None while the bus answers.
+    clause for a sentence that begins with "the bus". It is None while the bus answers.
     """
 
     def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:

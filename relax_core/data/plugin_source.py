@@ -39,7 +39,7 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
 def names_plugin(config: DataConfig) -> bool:
     """Returns whether ``data.name`` names a plug-in, which is a file or an installed package.
 
-    Returns False for an option of `data` that is no plug-in.
+    Returns False for an option of `data` that is not a plug-in.
     """
     return is_file_plugin(config.name) or config.name in names("data")
 

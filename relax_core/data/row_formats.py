@@ -33,7 +33,7 @@ def messages_of(prompt: Any) -> Any:
         try:
             found = messages_of(decode_json(prompt, list[dict[str, Any]]))
         except ValueError:
-            return ValueError("looks like a list of messages, and is no JSON. Write it with json.dumps.")
+            return ValueError("looks like a list of messages, and is not JSON. Write it with json.dumps.")
         return found if isinstance(found, ValueError) else MessagesOfText(found)
     if not isinstance(prompt, list) or not prompt:
         return prompt

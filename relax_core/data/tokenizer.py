@@ -63,7 +63,7 @@ class PromptTokenizer:
     """Converts text to token ids and back.
 
     ``stop_token_ids`` lists the tokens that end a response, sorted. ``media_ids`` maps each kind of media to its
-    placeholder token in the rendered text; it is empty for a text-only model. ``template_arguments`` are additional
+    placeholder token in the rendered text. It is empty for a text-only model. ``template_arguments`` are additional
     variables for the chat template, such as Qwen3's enable_thinking. For a template that reads the clock, the time is
     midnight of ``date``, such as 2026-11-28; None means the current day in UTC. Raises ValueError for a folder without
     a required file, and for a variable that the folder's template does not read.

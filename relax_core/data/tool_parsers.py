@@ -103,7 +103,7 @@ def json_value(text: str) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def _finite(digits: str) -> float:
@@ -217,7 +217,7 @@ def read_pythonic(text: str, tools: Tools) -> ReadCalls:
         listed = ast.parse(body, mode="eval").body
     except _UNREADABLE as error:
         if _BEGINS_LIST.match(body):
-            raise BrokenCall(f"The list of tool calls is no Python: {error}.") from error
+            raise BrokenCall(f"The list of tool calls is not Python: {error}.") from error
         return ReadCalls(content=text)
     elements = listed.elts if isinstance(listed, ast.List) else []
     calls: list[ToolCall] = []
@@ -246,7 +246,7 @@ def _python_call(node: ast.expr) -> ToolCall:
         try:
             value = ast.literal_eval(argument.value)
         except _UNREADABLE as error:
-            raise BrokenCall(f"The argument {argument.arg} of a tool call is no constant of Python.") from error
+            raise BrokenCall(f"The argument {argument.arg} of a tool call is not a constant of Python.") from error
         arguments[argument.arg] = clean_value(_json_like(value))
     return ToolCall(name=ast.unparse(node.func), arguments=arguments)
 

@@ -118,8 +118,8 @@ class EnginePool:
     answer from any engine. ``silent_s``: if one of several engines does not answer for this time, its open samples are
     requested from other engines, and it gets no prompts until it answers again. For ``by_load`` see `Router`; for
     ``max_lag`` and ``lag_s`` see `EngineStates`. ``fetch_media(engine, client, requests)`` returns when the engine has
-    the media of the requests; it is None if engines always have the media. ``item_work`` returns the work of the
-    model's towers for a media item, in tokens; it is None if the model has no towers. ``on_malformed(engine, why)`` is
+    the media of the requests. It is None if engines always have the media. ``item_work`` returns the work of the
+    model's towers for a media item, in tokens. It is None if the model has no towers. ``on_malformed(engine, why)`` is
     called after a reply that violates the protocol, and restarts the engine. ``waiting`` records each wait for
     responses. All methods belong to one event loop. The choice of engine never changes a prompt's tokens.
     """

@@ -66,7 +66,7 @@ def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = Non
         raise ValueError(f"model.path={model_folder}: its model_type is {model_type!r}: {_REFUSED[model_type]}")
     if key is None:
         raise ValueError(
-            f"model.path={model_folder}: its model_type is {shown(model_type)}, which is no family of Relax. What "
+            f"model.path={model_folder}: its model_type is {shown(model_type)}, which is not a family of Relax. What "
             f"exists: {', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
         )
     return find_family(key)

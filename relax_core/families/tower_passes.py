@@ -191,7 +191,7 @@ def pass_towers(
 ) -> Tensor:
     """Returns the outputs of the vision tower, then of the audio tower: ``[1 + deepstack layers, features, hidden]``.
 
-    Entry 0 has the features of the rows. The other entries are added after the first layers of the language model; they
+    Entry 0 has the features of the rows. The other entries are added after the first layers of the language model. They
     are 0 for audio. ``vision`` and ``audio`` are the towers' modules; a module is required if it has inputs.
     """
     outputs: list[Tensor] = []

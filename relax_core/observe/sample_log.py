@@ -342,7 +342,7 @@ def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> Trai
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Tokens], run_dir: Path, at: TokensAt) -> Tokens:
     if not _OWN_NAME.fullmatch(at.file):
-        raise TokensRemoved(f"{at.file!r} is no name of a file of samples")
+        raise TokensRemoved(f"{at.file!r} is not a name of a file of samples")
     if at.size > MAX_TOKENS_BYTES:
         raise TokensRemoved(f"{at.file}: tokens of {at.size} bytes are not read; at most {MAX_TOKENS_BYTES} are")
     try:

@@ -94,7 +94,7 @@ def worker_gpus(config: RelaxConfig, role: str) -> int:
 def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
     """Returns Ray's options for a role's actor.
 
-    Engines are spread over the nodes, with the controller's node last. Rollout workers encode media on their node; they
+    Engines are spread over the nodes, with the controller's node last. Rollout workers encode media on their node. They
     are spread with the controller's node first. All further processes run on the controller's node. After the loss of
     its node a process restarts on any node. Ray chooses the node of an actor that uses ``gpus``.
     """

@@ -23,7 +23,7 @@ class RunContext:
     (`relax_core.data.data_identity`). ``weights_folder`` contains this attempt's weight versions (shared memory).
     ``token_file`` contains the run's bearer token. ``teacher_folders`` maps the teachers of a distillation to their
     model folders. ``judge_folders`` maps the judges with engines of the run to their model folders. ``media_folder``
-    contains the files of the media items (shared memory); it is None in a text-only run. In an external Ray cluster
+    contains the files of the media items (shared memory). It is None in a text-only run. In an external Ray cluster
     each node has a separate folder next to ``media_folder``, which `relax_core.roles.process_placement.on_this_node`
     returns. ``gpus`` are the ids of the run's GPUs on the controller's machine.
     """

@@ -75,7 +75,7 @@ class RolloutLoop:
     ``gate(version)`` returns when all evaluations that must precede prompts of this version are done. ``bad_rows``
     counts the data rows that cannot be used. ``teacher_of`` chooses the teacher of a data row, for algorithms with
     teachers. ``weight_update_handler`` is set if a new weight version may end or restart groups. ``advantages``
-    computes the advantages of a complete group; it is None if a role computes them. ``player`` plays the episodes.
+    computes the advantages of a complete group. It is None if a role computes them. ``player`` plays the episodes.
     ``samples`` logs the outcome of every group.
     """
 
@@ -398,7 +398,7 @@ class RolloutLoopSettings:
     worker. ``alone`` is True if the run has a single rollout worker. The run ends after ``max_failed_groups``
     consecutive groups without any reward; None means no limit. With ``in_order``, groups are put into the bus in the
     order in which their responses arrived, which is then equal in every run. ``media_folder`` stores the files of
-    encoded images and videos; it is empty for a run with text only.
+    encoded images and videos. It is empty for a run with text only.
     """
 
     seed: int

@@ -207,7 +207,7 @@ class EngineOrderService:
         for number in numbers:
             name = engine_id(number)
             if number not in rows:
-                raise Refusal("unknown-id", f"{name} is no engine of this run", key="engine_ids", value=name)
+                raise Refusal("unknown-id", f"{name} is not an engine of this run", key="engine_ids", value=name)
             if rows[number].origin == "start":
                 message = f"{name} is an engine of the start, which stays"
                 raise Refusal("engine-of-the-start", message, key="engine_ids", value=name, fix="leave it out")

@@ -161,7 +161,7 @@ async def engine_address(url: str, *, allowed_hosts: Collection[str]) -> str:
     host, port = _host_and_port(url)
     address = await _resolved(url, host)
     if address.is_link_local or address.is_multicast or address.is_unspecified or address.is_reserved:
-        raise _refusal(url, f"{address} is no address of an engine")
+        raise _refusal(url, f"{address} is not an address of an engine")
     if not {host, str(address)} & {name.lower() for name in allowed_hosts}:
         raise _refusal(url, f"engine.elastic.allowed_hosts does not name {host}", fix="name the host there")
     return f"http://{address}:{port}"
@@ -172,10 +172,10 @@ def _host_and_port(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port
     except ValueError as error:
-        raise _refusal(url, "it is no address of a server") from error
+        raise _refusal(url, "it is not an address of a server") from error
     plain = parts.scheme == "http" and parts.path in ("", "/") and not parts.query and not parts.fragment
     if not plain or not host or not port or parts.username is not None or parts.password is not None:
-        raise _refusal(url, "it is no address of a server")
+        raise _refusal(url, "it is not an address of a server")
     return host, port
 
 

@@ -135,7 +135,7 @@ class RequestGuard:
         if name not in self._names or (of_page and host not in ours):
             raise Refusal(
                 "unknown-host",
-                "the Host header is no address of this server",
+                "the Host header is not an address of this server",
                 key="Host",
                 value=host[:100],
                 fix="use the printed link, or name the host in gateway.allowed_hosts",

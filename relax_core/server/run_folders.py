@@ -138,9 +138,9 @@ def inside(run_dir: Path, *parts: str) -> Path:
         real = run_dir.joinpath(*parts).resolve(strict=True) if named else run_dir
         plain = named and real.is_relative_to(run_dir.resolve()) and stat.S_ISREG(real.stat().st_mode)
     except (RuntimeError, NotADirectoryError) as error:  # a link to itself
-        raise NotInside(f"{'/'.join(parts)} is no file in the run's folder") from error
+        raise NotInside(f"{'/'.join(parts)} is not a file in the run's folder") from error
     if not plain:
-        raise NotInside(f"{'/'.join(parts)} is no file in the run's folder")
+        raise NotInside(f"{'/'.join(parts)} is not a file in the run's folder")
     return real
 
 
@@ -152,7 +152,7 @@ def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
     file = open_plain(inside(run_dir, *parts))
     if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(run_dir.resolve()):
         file.close()
-        raise NotInside(f"{'/'.join(parts)} is no file in the run's folder")
+        raise NotInside(f"{'/'.join(parts)} is not a file in the run's folder")
     return file
 
 
@@ -177,7 +177,7 @@ def run_status(run_dir: Path) -> RunStatus:
         return RunStatus(UNREADABLE, reason(SUMMARY, error))
     if not _OUTCOME.fullmatch(summary.outcome):
         return RunStatus(
-            UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MAX_NAME]} is no outcome of a run"
+            UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MAX_NAME]} is not an outcome of a run"
         )
     return RunStatus(shown_line(summary.outcome)[:MAX_NAME])
 

@@ -59,7 +59,7 @@ MAX_TEXT_BYTES = 2**20  # limit of a file's text in a response
 MAX_CONFIG = 2**18  # bytes of config.yaml
 MAX_NODES, MAX_YAML_DEPTH, MAX_SCALAR = 20_000, 50, 20_000  # limits of a YAML text: nodes, depth, scalar's length
 READ_S = 5.0  # time limit for reading the event log in one call
-SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
+SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is not a folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
 SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 

@@ -226,7 +226,7 @@ def _responses(tools: Sequence[str]) -> list[tuple[str, Action]]:
     return [
         *plain,
         ("a response that was cut", Action(text="I wi", content="I wi", stopped=False)),
-        ("a call that cannot be read", Action(text="<tool_call>{", stopped=True, parse_error="the call is no JSON")),
+        ("a call that cannot be read", Action(text="<tool_call>{", stopped=True, parse_error="the call is not JSON")),
         *((what, Action(text=what, stopped=True, tool_calls=(call,))) for what, call in calls),
         ("two calls at once", Action(text="two", stopped=True, tool_calls=(calls[-1][1], calls[0][1]))),
     ]

@@ -152,7 +152,7 @@ def import_gguf(file: Path, target: Path, *, tokenizer: Path | None = None, dtyp
     of the quantised weights, such as ``Q4_1``. The list is empty if no weights are quantised.
 
     Raises:
-        ValueError: if the file is no GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
+        ValueError: if the file is not a GGUF file, is truncated, lacks a tensor, or needs code that Relax lacks.
         OSError: if ``target`` cannot be written. The error names the free bytes. No partial folder remains.
     """
     from relax_core.train.hf.hf_export import export_hf_folder

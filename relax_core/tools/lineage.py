@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         filters = parse_filters(given.filter)
         samples, counts = look_up(given.run, filters)
     except NotADirectoryError:
-        print(f"relax lineage: {given.run} is no folder. Give the folder of a run.", file=sys.stderr)
+        print(f"relax lineage: {given.run} is not a folder. Give the folder of a run.", file=sys.stderr)
         return 2
     except (ValueError, sqlite3.Error) as error:
         print(f"relax lineage: {error}", file=sys.stderr)
@@ -87,7 +87,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
         key, equals, value = word.partition("=")
         if key not in FILTERS or not equals or not value:
             near = "".join(f" Did you mean {name}=?" for name in nearest(key, FILTERS)[:1])
-            raise ValueError(f"{word!r} is no filter.{near} Filters: {', '.join(f'{name}=…' for name in FILTERS)}")
+            raise ValueError(f"{word!r} is not a filter.{near} Filters: {', '.join(f'{name}=…' for name in FILTERS)}")
         if key in filters:
             raise ValueError(f"{key}= is given twice: give it once")
         if key == "step" and not value.isdecimal():
@@ -125,7 +125,7 @@ def _is_over(run: Path) -> bool:
     except FileNotFoundError:
         return False
     except ValueError as error:
-        raise ValueError(f"{run / 'summary.json'} is no summary of a run: {error}") from error
+        raise ValueError(f"{run / 'summary.json'} is not a summary of a run: {error}") from error
     return summary.outcome == "finished" and summary.ledger.open == 0
 
 

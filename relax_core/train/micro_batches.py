@@ -511,7 +511,7 @@ def explained_variance(means: Mapping[str, float]) -> float | None:
 class UpdateMetrics:
     """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic.
 
-    ``ranks`` has the times of the policy's ranks in order; it is empty if the times are unknown.
+    ``ranks`` has the times of the policy's ranks in order. It is empty if the times are unknown.
     """
 
     policy: StepMetrics

@@ -82,7 +82,7 @@ class WeightPublisher:
     answered the current push. If an engine is unresponsive or refuses a version, its engine owner brings it to the
     newest version.
 
-    ``receivers`` returns the engines; it is called once for each version, in a separate thread. With ``model_folder``,
+    ``receivers`` returns the engines. It is called once for each version, in a separate thread. With ``model_folder``,
     each version is a folder that loads as a Hugging Face model and links to the config and tokenizer in
     ``model_folder``. ``calls`` has one queue per engine url; pushes wait in this queue in order with other calls to the
     engine.

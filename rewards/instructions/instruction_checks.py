@@ -90,7 +90,7 @@ def _values(row: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 def _checker(benchmark: Benchmark, name: str, values: Mapping[str, Any], *, prompt: str) -> Any:
     known = _registry(benchmark)
     if name not in known:
-        raise ValueError(f"instruction_id_list: {name} is no instruction of {benchmark}.")
+        raise ValueError(f"instruction_id_list: {name} is not an instruction of {benchmark}.")
     checker = known[name](name)
     checker.build_description(**values)
     if "prompt" in (checker.get_instruction_args() or {}):

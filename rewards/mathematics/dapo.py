@@ -11,7 +11,7 @@ Departures. A label that is not an integer gives no reward, and the data check r
 The source raises an error or drops the part after the decimal point. An integer is read exactly; the source rounds it
 to a float. Commas are removed only where they separate thousands: "1, 3" is not 13.
 
-Further departures apply unless ``public`` is set. Text inside the thinking is no answer, and a response with an
+Further departures apply unless ``public`` is set. Text inside the thinking is not an answer, and a response with an
 unclosed ``<think>`` has no answer. The source reads the text after any ``=``. Of a line with ``$`` it reads only the
 first formula. So it accepts "x<=64", "x = 63 or x = 64" and "not $64$" as 64. Here the line must name the integer as
 the only answer.
@@ -72,7 +72,7 @@ class DapoConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
-    """Returns 1 for the right answer, else -1, or None if the label is no integer. The part ``right`` is 1 or 0."""
+    """Returns 1 for the right answer, else -1, or None if the label is not an integer. The part ``right`` is 1 or 0."""
     text = given.response if config.public else answer_after_thinking(given.response) or ""
     text, why = text[-_READ:], ""
     if config.strict:
@@ -100,7 +100,7 @@ def _not_the_only_answer(line: str, wanted: str) -> str:
     """Returns the reason why the line does not name the integer as the only answer, or "" if it does."""
     line = _SPECIAL_TOKENS.sub("", line)
     if _RELATION.search(line):
-        return f"{line[:60]!r} has a relation that is no equality"
+        return f"{line[:60]!r} has a relation that is not an equality"
     front = line.rpartition("=")[0]
     if _ALTERNATIVE.search(line) or _NEXT_EQUATION.search(front) or not stands_alone(wanted, line):
         return f"{line[:60]!r} names the answer among others, or denies it"
@@ -123,16 +123,16 @@ def minerva_form(text: str) -> str:
 
 
 def _label(label: str) -> str:
-    """Returns a label as the text of an integer. Raises ValueError if the label is no integer."""
+    """Returns a label as the text of an integer. Raises ValueError if the label is not an integer."""
     last = label.rpartition("=")[2]
     if len(last) > _READ or not _NUMBER.fullmatch(form := minerva_form(last)):
         raise ValueError(
-            f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math for "
+            f"answer={label[:60]!r} is not a number, and dapo needs integer labels. Correct it, or use reward=math for "
             "formulas, and reward=exact_match or f1 for words."
         )
     if (number := Fraction(form)).denominator != 1:
         raise ValueError(
-            f"answer={label[:60]!r} is no integer, and dapo's labels are integers. Use reward=math, or strict=true."
+            f"answer={label[:60]!r} is not an integer, and dapo needs integer labels. Use reward=math, or strict=true."
         )
     if len(digits := str(number.numerator)) > _READ:
         raise ValueError(f"answer={label[:60]!r} has more digits than dapo reads of a response, {_READ}. Correct it.")
@@ -145,7 +145,7 @@ def right_answers(label: str, config: DapoConfig) -> list[str]:
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
-    """Raises ValueError if the label is no integer. ``strict`` accepts every label."""
+    """Raises ValueError if the label is not an integer. ``strict`` accepts every label."""
     if not config.strict:
         _label(str(row["answer"]))
 

@@ -6,7 +6,7 @@ right if the whole response is ``<think>…</think>…\boxed{…}…``.
 
 Departures. A response without a box is wrong; the source compares the word "None" and so rewards it for the label
 "None". An empty label gives no reward. If sympy computes too long, there is no reward. A box inside the thinking or
-after an unclosed ``<think>`` is no answer. The rule for the form is the source's rule.
+after an unclosed ``<think>`` is not an answer. The rule for the form is the source's rule.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _BRACKETS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}"), ("{
 _BETWEEN = re.compile(r"\s*(?:[,;](?!\d{3}(?!\d))|[,;]\s+|\\cup|\band\b|\\text\s*\{\s*and\s*\})\s*")
 _OPERATOR = re.compile(r"[-+*/^=<>]|\\(?:frac|times|cdot|div|sqrt|pm)")
 _NEAR = 60  # number of characters around a number that show whether it is the only answer
-_MAX_CHARACTERS = 2000  # limit of a literal; a longer text is no literal
+_MAX_CHARACTERS = 2000  # limit of a literal; a longer text is not a literal
 
 
 def is_literal(text: str) -> bool:

@@ -9,7 +9,7 @@ Inside a function decorated with `evaluates_no_text`, in its thread:
 
 The first two points keep the libraries usable. The third point covers all other code that evaluates text:
 CPython reports ``eval``, ``exec`` and ``compile`` of text to audit hooks before it parses the text, and a hook cannot
-be removed. The hook is no sandbox for running code; it only prevents that text becomes code. Outside of decorated
+be removed. The hook is not a sandbox for running code; it only prevents that text becomes code. Outside of decorated
 functions nothing changes.
 """
 

@@ -3,7 +3,7 @@
 Source: ``compute_score`` of redai-infra/Relax (examples/deepeyes/reward_deepeyes.py) after Visual-Agent/DeepEyes. The
 form is -1 if the think tags, the answer tags (after the last ``</think>``) or the tags of tool responses do not match,
 if the answer tags are empty, or if the answer has 300 characters or more. Otherwise the form is 0. A response with the
-form -1 is never right. A missing ``<think>`` at the beginning of a response is no error. A tool was used if the
+form -1 is never right. A missing ``<think>`` at the beginning of a response is not an error. A tool was used if the
 conversation has a tool response.
 
 Departures. The source asks a judge whether the answer is right. This rule compares the words of answer and label, in

@@ -13,7 +13,7 @@ and the article A only if the text has no other letter. The source uses the firs
 and reads unclosed thinking. A label outside of the choices gives no reward. The source searches for its text in the
 response, so that for the label "E" of four choices any word with an e was right. The text of a choice is accepted only
 if no other choice occurs in the response. A label of digits is the number of a choice, because data rows store their
-answers as text. A letter in a list, an alternative or an inequality is no choice: "B or C", "A, B, C, D" and "x <= B"
+answers as text. A letter in a list, alternative or inequality is not a choice: "B or C", "A, B, C, D" and "x <= B"
 are wrong for every label.
 """
 

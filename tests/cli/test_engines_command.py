@@ -136,7 +136,7 @@ def test_engines_are_shown_added_and_taken_out(
         (["add", "100"], "is the largest number of engines"),
         (["remove", "1"], "those of its start stay"),
         (["remove", "engine-0"], "is an engine of the start"),
-        (["remove", "engine-9"], "is no engine of this run"),
+        (["remove", "engine-9"], "is not an engine of this run"),
         (["cancel"], "name one order"),
         (["cancel", "../../run/stop"], "name one order"),
         (["cancel", "0123"], "no such order"),

@@ -128,7 +128,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["run.patience=3"], "run.patience=3: name what has to get better, e.g. run.keep_best=eval/exact."),
         (["eval.samples=4"], "eval.samples=4 with eval.temperature=0: greedy answers to a prompt are all equal."),
         (["eval.samples=300", "eval.temperature=1"], "eval.samples=300: must be at least 1 and at most 256"),
-        (["eval.sets={a/b: null}"], "eval.sets: 'a/b' is no name for a set."),
+        (["eval.sets={a/b: null}"], "eval.sets: 'a/b' is not a name for a set."),
         (["eval.sets.gsm=/nowhere.jsonl"], "data file /nowhere.jsonl: no such file."),
         (["rollout.stop=['']"], "rollout.stop has an empty string"),
         ([f"rollout.stop=[{'x' * 1025}]"], "rollout.stop has a string of 1025 bytes. Give 1024 at most."),
@@ -296,7 +296,7 @@ def test_ray_address() -> None:
         assert load_config([f"launcher.ray_address={address}"], checks=CHECKS).launcher.ray_address == address
     for address in ("head", "ray://head:10001", "head:port"):
         (malformed,) = problems(f"launcher.ray_address={address}")
-        assert malformed.startswith(f"launcher.ray_address={address} is no host:port of a Ray head. ")
+        assert malformed.startswith(f"launcher.ray_address={address} is not a host:port of a Ray head. ")
 
 
 def test_malformed_yaml_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

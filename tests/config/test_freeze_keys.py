@@ -45,7 +45,7 @@ def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, .
         (["model.freeze=[language]"], "model.freeze=[language]: nothing of model=tiny_qwen3 would train. Take one"),
         (["model.freeze=[router]"], "model.freeze=[router]: model=tiny_qwen3 has no router; it has language. Use"),
         (["model=tiny_qwen3_moe", "model.freeze=[router,vision]"], "has no vision; it has language, router. Use"),
-        (["model=tiny_qwen3_moe", "model.freeze=[embedding]"], "model.freeze=[embedding]: embedding is no part of"),
+        (["model=tiny_qwen3_moe", "model.freeze=[embedding]"], "model.freeze=[embedding]: embedding is not a part of"),
         (
             ["model=tiny_qwen3_vl", "modality=text", "model.freeze=[language]"],
             "model.freeze=[language] with modality=text: nothing of model=tiny_qwen3_vl would train. Take one",

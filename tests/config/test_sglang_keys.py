@@ -45,7 +45,7 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             [*SGLANG[1:], "model=tiny_qwen3_vl", "data=see"],
             "engine.urls with media in prompts: a server of engine=embedded that the run did not start",
         ),
-        (["engine=sglang", "engine.urls=[localhost]"], "engine.urls: localhost is no address of a server"),
+        (["engine=sglang", "engine.urls=[localhost]"], "engine.urls: localhost is not an address of a server"),
         ([*SGLANG, "engine.mem_fraction=0.5"], "engine.mem_fraction=0.5 with engine.urls"),
         ([*SGLANG, "engine.mem_fraction=1.5"], "engine.mem_fraction=1.5: must be more than 0 and less than 1"),
         ([*SGLANG, "rollout.top_p=0.9"], "Add rollout.top_k=2048, or use rollout.top_p=1"),

@@ -80,7 +80,7 @@ def test_another_family_teaches_where_it_is_known(student_copy: Path, student: P
     load_config(["algo=distill", *keys], checks=CHECKS)
     change(student_copy / "config.json", model_type="phi3")
     (text,) = problems(*keys)
-    assert text.startswith("algo.teachers.default: ") and "'phi3', which is no family of Relax" in text
+    assert text.startswith("algo.teachers.default: ") and "'phi3', which is not a family of Relax" in text
 
 
 def test_another_tokenizer(student_copy: Path, student: Path) -> None:

@@ -230,7 +230,7 @@ def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> No
         ("llama3_json", '{"name": "f", "parameters": {', "is not JSON"),
         ("pythonic", "[f(1)]", "all arguments by name"),
         ("pythonic", "[f(a=open('x'))]", "argument a of a tool call is no constant"),
-        ("pythonic", "[f(a=1", "is no Python"),
+        ("pythonic", "[f(a=1", "is not Python"),
         ("hermes", '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>', "has the key 'args'"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "has both"),
         ("hermes", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "is not JSON"),

@@ -138,8 +138,8 @@ def test_tools_of_a_server_over_stdin_are_shown_and_called() -> None:
         assert "numbers" in await called(env, "add", number=2)  # the server's message about the argument
         assert await called(env, "multiply") == "There is no tool 'multiply'. The tools are: add, remember."
         assert [await called(env, "remember", number=number) for number in (2, 3)] == ["2", "5"]
-        told = await env.step(Action(text="<tool_call>{", stopped=True, parse_error="the call is no JSON"))
-        assert told.observation == "the call is no JSON"
+        told = await env.step(Action(text="<tool_call>{", stopped=True, parse_error="the call is not JSON"))
+        assert told.observation == "the call is not JSON"
         last = await env.step(Action(text="It is 5.", content="It is 5.", stopped=True))
         assert last.done and last.info == {"tool_calls": 5, "failed_tool_calls": 2}
 

@@ -186,7 +186,7 @@ def test_a_wrong_family_names_the_right_one(tmp_path: Path) -> None:
         folder_architecture(tmp_path, family="qwen3")
     assert folder_architecture(tmp_path) == folder_architecture(tmp_path, family="llama")
     write_config(tmp_path, model_type="phi3")
-    with pytest.raises(ValueError, match=r"model_type is 'phi3', which is no family of Relax. What exists: llama, mis"):
+    with pytest.raises(ValueError, match=r"model_type is 'phi3', which is not a family of Relax. What exists: llama"):
         folder_architecture(tmp_path, family="qwen3")
 
 

@@ -131,9 +131,9 @@ def test_the_configuration_alone_names_it(
     config = load_config([*words, "model.family=examples/plugins/seed_oss.py"], checks=CHECKS)
     assert config.model.family == str(FILE)
     assert find_dimensions(config).parameters == sum(parameter.numel() for parameter in model.parameters())
-    with pytest.raises(ConfigError, match="its model_type is 'seed_oss', which is no family of Relax"):
+    with pytest.raises(ConfigError, match="its model_type is 'seed_oss', which is not a family of Relax"):
         load_config(words, checks=CHECKS)
-    with pytest.raises(ConfigError, match="its model_type is 'seed_oss', which is no family of Relax"):
+    with pytest.raises(ConfigError, match="its model_type is 'seed_oss', which is not a family of Relax"):
         load_config([*words, "model.family=qwen2"], checks=CHECKS)
 
 

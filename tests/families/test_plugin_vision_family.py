@@ -38,7 +38,7 @@ def test_a_configuration_names_it_and_what_is_wrong_is_told(house_vl: Path, tmp_
     words = ["model=folder", f"model.path={house_vl}", "data=see"]
     config = load_config([*words, f"model.family={HOUSE_VL}", "model.freeze=[projector]"], checks=CHECKS)
     assert media_kinds(config) == ("image", "video")
-    with pytest.raises(ConfigError, match="its model_type is 'house_vl', which is no family of Relax"):
+    with pytest.raises(ConfigError, match="its model_type is 'house_vl', which is not a family of Relax"):
         load_config(words, checks=CHECKS)
     with pytest.raises(ConfigError, match=r"model.freeze=\[router\]: model=folder has no router"):
         load_config([*words, f"model.family={HOUSE_VL}", "model.freeze=[router]"], checks=CHECKS)

@@ -107,7 +107,7 @@ def test_the_command_prints_the_report_of_a_run_that_goes_on(
 
 def test_the_command_says_that_a_run_has_ended_or_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stall_command.main([str(tmp_path)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a folder of a run" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "summary.json").write_text('{"outcome":"finished"}')
     assert stall_command.main([str(tmp_path)]) == 1

@@ -67,7 +67,7 @@ def test_items_that_somebody_holds_stay_and_the_oldest_others_are_let_go() -> No
         assert gone == [item.digest for item in other_items[:2]]  # the limit applies again; a is used, d is the newest
         await cache.items([path("a")], owner="two")
         cache.release("one")
-        cache.release("one")  # a second release is no error
+        cache.release("one")  # a second release is not an error
         await cache.items([path("e")], owner="e")
         assert first.digest not in gone and gone[2:] == [other_items[2].digest]
         await cache.items([path("b")], owner="again")

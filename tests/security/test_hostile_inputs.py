@@ -391,7 +391,7 @@ WEIGHTS: dict[str, Callable[[Path], Any]] = {
     "longest header": header((1 << 64) - 1),
     "header beyond the file": header(90_000_000, b"{}"),
     "deep header": header(100_000, nested(50_000)[:100_000].encode()),
-    "header that is no JSON": header(4, b"\xff" * 4),
+    "header that is not JSON": header(4, b"\xff" * 4),
     "empty": lambda file: file.write_bytes(b""),
     "sparse": lambda file: sparse(6 << 30)(file),
     "index that is a pipe": lambda file: os.mkfifo(file.with_name("model.safetensors.index.json")),

@@ -345,7 +345,7 @@ def test_an_empty_folder_is_served_and_a_missing_one_is_refused(
     found = reader.overview()
     assert [found["steps_done"], found["steps"], found["samples"], found["tags"]] == [0, None, None, []]
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_damaged_ledger_costs_its_numbers_alone(run_dir: Path, tmp_path: Path) -> None:

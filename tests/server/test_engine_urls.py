@@ -54,7 +54,7 @@ def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254:80", "http://0.0.0.0:1", "http://224.0.0.1:1"])
 def test_addresses_of_no_engine_are_refused_whatever_is_allowed(url: str) -> None:
-    with pytest.raises(Refusal, match="is no address of an engine"):
+    with pytest.raises(Refusal, match="is not an address of an engine"):
         address(url, allowed=["169.254.169.254", "0.0.0.0", "224.0.0.1"])
 
 

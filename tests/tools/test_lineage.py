@@ -112,8 +112,8 @@ def test_an_open_sample_of_a_finished_run_is_lost(folder: Path, capsys: pytest.C
         ("group=77", "group=77: no such group. Nearest: g00000003; issued last: g00000003"),
         ("step=9", "step=9: no event names it. Steps with events: 0 to 1"),
         ("reason=engin failed", "Nearest: 'engine failed'. Reasons with events: engine failed (2)"),
-        ("stp=4", "'stp=4' is no filter. Did you mean step=? Filters: uid=…, group=…, step=…, reason=…"),
-        ("uid", "'uid' is no filter."),
+        ("stp=4", "'stp=4' is not a filter. Did you mean step=? Filters: uid=…, group=…, step=…, reason=…"),
+        ("uid", "'uid' is not a filter."),
         ("step=last", "step=last: give the number of a train step"),
     ],
 )

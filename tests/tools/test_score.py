@@ -74,7 +74,7 @@ def test_an_answer_without_a_reward_is_told(tmp_path: Path, told: Any) -> None:
         (["FILE", "reward=dappo"], "reward.name=dappo is not known"),
         (["FILE", "reward=dapo", "reward.strikt=true"], "reward.strikt is not a setting of dapo"),
         (["FILE", "reward=dapo", "strict=true"], "strict: only reward=NAME"),
-        (["FILE", "reward=dapo"], "a.jsonl, line 1: reward dapo: answer='red' is no number"),
+        (["FILE", "reward=dapo"], "a.jsonl, line 1: reward dapo: answer='red' is not a number"),
         (["file=/no/such.jsonl", "reward=dapo"], "No such file"),
     ],
 )

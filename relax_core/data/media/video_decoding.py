@@ -125,7 +125,7 @@ def _mean_rate(said: float, frames: int, seconds: float) -> float:
     """Returns frames per second: the header's rate ``said`` if it fits the measured ``seconds``, else a measured rate.
 
     A Matroska header may have the shortest time between two frames, or no time. ``seconds`` may lack the last frame's
-    duration; it is 0 if unknown.
+    duration. It is 0 if unknown.
     """
     if seconds > 0 and (said <= 0 or abs(seconds - frames / said) > 1 / said + _CLOCK_S):
         return frames / seconds

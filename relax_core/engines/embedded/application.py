@@ -115,7 +115,7 @@ def version_of(value: str | int) -> int:
 
 
 def folder_of(body: DiskBody) -> str:
-    """Returns the path of the model's folder. Raises HttpError 400 if the value is no valid path."""
+    """Returns the path of the model's folder. Raises HttpError 400 if the value is not a valid path."""
     path = body.model_path
     if not path or len(path) > MAX_PATH or "\0" in path:
         raise HttpError(400, f"model_path={clipped(repr(path))}: not a path; give the path of a Hugging Face folder")

@@ -90,7 +90,7 @@ def prefill_passes(
 
     Yields (indices into ``wanted``, the last layer's output before the final norm ``[indices, hidden]``). Shorter
     sequences are padded on the right. ``states``, for a model with a gated delta net, are the states before the first
-    tokens; they are updated to the states after the last token of each sequence. ``routes`` ``[sequences, width,
+    tokens. They are updated to the states after the last token of each sequence. ``routes`` ``[sequences, width,
     layers, per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for
     each sequence. ``known``, if given, is the number of leading tokens of each sequence with results that are already
     in ``kv`` and ``states``. In this case, ``kv`` and ``routes`` need one column more than the longest sequence, for

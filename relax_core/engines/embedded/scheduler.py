@@ -481,7 +481,7 @@ class Progress:
 
     ``finish`` is None for an unfinished sample. ``matched`` is the stop token or stop string that ended the sample.
     ``length`` is the number of tokens so far; ``spans`` are their weight versions. ``routes``, if requested, has the
-    experts of a finished sample's response tokens except the last, ``[length - 1, layers, per_token]``; it is None for
+    experts of a finished sample's response tokens except the last, ``[length - 1, layers, per_token]``. It is None for
     a sample that never ran. ``kept``, if requested, has the sets that ``ids`` were sampled from.
     """
 

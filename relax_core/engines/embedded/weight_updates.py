@@ -242,7 +242,7 @@ def _dtypes(names: list[str], dtypes: list[str]) -> list[torch.dtype]:
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
             message = f"{clipped(repr(dtype))} of {clipped(name)}"
-            raise HttpError(400, f"dtypes: {message} is no torch dtype; send float32 or bfloat16")
+            raise HttpError(400, f"dtypes: {message} is not a torch dtype; send float32 or bfloat16")
         kinds.append(kind)
     return kinds
 

@@ -373,7 +373,7 @@ class EngineClient:
         number = version_number(version)
         if number is None:
             with self._replying("/model_info"):
-                raise ValueError("weight_version is no number")
+                raise ValueError("weight_version is not a number")
         assert number is not None
         return number
 

@@ -215,7 +215,7 @@ class FrameReader:
             return start + _LENGTH_BYTES
         length = int.from_bytes(head, "big")
         if not 0 < length <= _MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes: this is no stream of the embedded engine")
+            raise ValueError(f"a frame of {length} bytes: this is not a stream of the embedded engine")
         return start + _LENGTH_BYTES + length
 
 
@@ -492,4 +492,4 @@ class ResponseCheck:
 def check_times(*values: float) -> None:
     """Raises ValueError for a duration that is negative or not finite."""
     if not all(math.isfinite(value) and value >= 0.0 for value in values):
-        raise ValueError("a duration is negative, or is no number")
+        raise ValueError("a duration is negative, or is not a number")

@@ -34,7 +34,7 @@ def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) 
     try:
         numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"routed_experts is no base64 of int32 numbers: {error}") from error
+        raise ValueError(f"routed_experts is not base64 of int32 numbers: {error}") from error
     if numbers.size == 0 or numbers.size % tokens or numbers.min() < 0 or numbers.max() > np.iinfo(np.uint16).max:
         raise ValueError(f"routed_experts has {numbers.size} numbers, which are no experts of {tokens} tokens")
     narrow = np.uint8 if numbers.max() <= np.iinfo(np.uint8).max else np.uint16

@@ -58,7 +58,7 @@ def _headers(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"tracker.sinks.otlp.headers_file={path}: it is no JSON object: {error}") from None
+        raise ValueError(f"tracker.sinks.otlp.headers_file={path}: it is not JSON object: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"tracker.sinks.otlp.headers_file={path}: give a JSON object of texts.")
     return found

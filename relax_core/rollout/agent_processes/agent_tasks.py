@@ -108,7 +108,7 @@ def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
         return AgentResult(failed=f"{what}: {words}", output=output)
 
     if not isinstance(told, dict):
-        return failed('it is no JSON object, such as {"reward": 1.0}')
+        return failed('it is not JSON object, such as {"reward": 1.0}')
     if error := told.get("error"):
         words = clean_text(error, 1000) if isinstance(error, str) else shown(error, 1000)
         return AgentResult(failed=f"the agent says: {words}", output=output)
@@ -139,7 +139,7 @@ def read_result(file: Path, *, output: str) -> AgentResult:
         return AgentResult(failed=f"{what}: {error.strerror}", output=output)
     with os.fdopen(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return AgentResult(failed=f"{what}: it is no plain file", output=output)
+            return AgentResult(failed=f"{what}: it is not a plain file", output=output)
         content = opened.read(MAX_RESULT_BYTES + 1)
     if len(content) > MAX_RESULT_BYTES:
         return AgentResult(failed=f"{what}: it is larger than {MAX_RESULT_BYTES} bytes", output=output)
@@ -148,4 +148,4 @@ def read_result(file: Path, *, output: str) -> AgentResult:
     try:
         return result_of(decode_json(content, Any), output=output, what=what)
     except ValueError as error:
-        return AgentResult(failed=f"{what}: it is no JSON: {error}", output=output)
+        return AgentResult(failed=f"{what}: it is not JSON: {error}", output=output)

@@ -55,7 +55,7 @@ class SessionForm:
     applies. ``sampling`` has the run's sampling parameters, by name; a request that asks for other values is logged.
     With ``history`` "continue", later prompts contain the sampled tokens. With "template", the chat template renders
     every prompt completely, as in a deployed server. ``tools_refused`` is the reason why requests with tools are
-    refused; it is empty if they are served. ``open_requests`` is the largest number of concurrent requests of a
+    refused. It is empty if they are served. ``open_requests`` is the largest number of concurrent requests of a
     session. ``told`` has the names of parameters that were already logged.
     """
 
@@ -75,7 +75,7 @@ class SessionForm:
 def tool_form(tokenizer: PromptTokenizer, *, as_text: bool) -> tuple[ToolUse, str]:
     """Returns the form of tools, and the reason why requests with tools are refused; empty if they are served.
 
-    A template without tools is no error at the start of a run: only an agent's requests show whether it uses tools.
+    A template without tools is not an error at the start of a run: only an agent's requests show whether it uses tools.
     """
     try:
         if not as_text:

@@ -267,7 +267,7 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
             )
         for text in (message.content, message.reasoning, *_call_texts(message.calls)):
             if clean_text(text) != text:
-                raise refused(f"messages[{number}]: half of a surrogate pair is no text; send complete characters")
+                raise refused(f"messages[{number}]: half of a surrogate pair is not text; send complete characters")
 
 
 def _call_texts(calls: Sequence[ChatCall]) -> list[str]:

@@ -117,9 +117,9 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         given: Any = decode_json(body, Any) if body.strip() else {}
     except ValueError as error:
-        raise refused(f"the body is no JSON: {error}") from error
+        raise refused(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise refused('the body is no JSON object; send {} or such as {"reward": 1.0}')
+        raise refused('the body is not JSON object; send {} or such as {"reward": 1.0}')
     return given
 
 

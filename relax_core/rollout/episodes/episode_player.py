@@ -415,7 +415,7 @@ class EpisodePlayer(GroupPlayer):
         except EnvTooSlow as error:
             message = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", message, error)
-        except MediaError as error:  # drops the episode, but is no failure of the reward
+        except MediaError as error:  # drops the episode, but is not a failure of the reward
             told = MediaError(error.kind, error.word, f"{where}: env {name}: {what}: {error}")
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed

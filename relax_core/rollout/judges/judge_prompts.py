@@ -32,7 +32,7 @@ _MARKUP = re.compile(
 class JudgePrompt:
     """Holds the prompt template of one judge.
 
-    Raises ValueError with file and line if the file is no template, reads an unknown variable, does not write a
+    Raises ValueError with file and line if the file is not a template, reads an unknown variable, does not write a
     variable of ``setup.needs``, or fails.
     """
 
@@ -58,7 +58,7 @@ class JudgePrompt:
             raise ValueError(f"{self._where(error)}: {type(error).__name__}: {error}.") from error
 
     def fixed_text(self) -> str:
-        """Returns the prompt with one word per variable; it is the shortest prompt of the template."""
+        """Returns the prompt with one word per variable. It is the shortest prompt of the template."""
         return self.text(dict.fromkeys(self._knows, "x"))
 
     def _check(self, needs: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ def verdict_parser(parse: str) -> Parser:
     try:
         pattern = re.compile(parse)
     except re.error as error:
-        raise ValueError(f"{parse!r} is no regular expression: {error}. See Python's module re.") from error
+        raise ValueError(f"{parse!r} is not a regular expression: {error}. See Python's module re.") from error
     if "verdict" not in pattern.groupindex:
         raise ValueError(
             f"{parse!r} has no group of the name verdict. Write such as '(?P<verdict>yes|no)', or 'number 0..10'."
@@ -170,7 +170,7 @@ def verdict_parser(parse: str) -> Parser:
 def _number_parser(parse: str) -> Parser:
     found = _RANGE.fullmatch(parse.strip())
     if found is None or float(found[1]) >= float(found[2]):
-        raise ValueError(f"{parse!r} is no range of numbers. Write such as 'number 0..10'.")
+        raise ValueError(f"{parse!r} is not a range of numbers. Write such as 'number 0..10'.")
     low, high = float(found[1]), float(found[2])
 
     def read(text: str, is_cut: bool) -> float | None:

@@ -49,7 +49,7 @@ class HangWatch:
 
     With ``shared``, concurrent calls share one interpreter: if n calls compute for a second, 1/n second is counted for
     each call. Time in which all calls only wait and no answer ends is counted in full, but a wait shorter than
-    `MIN_WAIT_S` is no hang.
+    `MIN_WAIT_S` is not a hang.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:

@@ -33,7 +33,7 @@ class AuditedRow:
 
     @property
     def number(self) -> int | None:
-        """Returns the label as an integer, or None if the label is no integer."""
+        """Returns the label as an integer, or None if the label is not an integer."""
         found = _WHOLE_NUMBER.fullmatch(self.label)
         return int(found[1]) if found else None
 
@@ -48,7 +48,7 @@ class AuditedRow:
         return [found[0].strip() for found in _EXPRESSION.finditer(self.prompt)][:3]
 
     def around(self, *steps: int) -> list[str]:
-        """Returns the sums of the label and each step; empty if the label is no integer."""
+        """Returns the sums of the label and each step; empty if the label is not an integer."""
         return [] if self.number is None else [str(self.number + step) for step in steps]
 
 

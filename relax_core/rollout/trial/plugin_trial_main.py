@@ -83,7 +83,7 @@ _SAME = "The same number must give the same row in every process, so that a run 
 def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:
     """Returns the first row, a row in the middle and the last row by number; None if the source raises for a row.
 
-    Raises `WrongResult` if a value is no row.
+    Raises `WrongResult` if a value is not a row.
     """
     rows: dict[int, Any] = {}
     say(Stage(what=f"{where}: its number of rows", limit_s=limit_s))

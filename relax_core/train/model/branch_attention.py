@@ -146,8 +146,8 @@ class BranchPlan:
     """Holds the calls that compute attention over one stream.
 
     Every row is in one call of ``causal``, and in one call of ``above`` for each run above the row's run. ``key_order``
-    int64 ``[rows]`` has the index of each stream row among the keys of all ranks; it is None if the keys are in the
-    order of the stream. ``group`` has the context-parallel ranks that exchange keys; it is None if the caller has all
+    int64 ``[rows]`` has the index of each stream row among the keys of all ranks. It is None if the keys are in the
+    order of the stream. ``group`` has the context-parallel ranks that exchange keys. It is None if the caller has all
     keys.
     """
 
@@ -185,7 +185,7 @@ class BranchPlan:
         return computed + _CALL_PAIRS * len(parts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-        """Computes grouped-query attention and returns ``[rows, heads * dim]``; it is differentiable once.
+        """Computes grouped-query attention and returns ``[rows, heads * dim]``. It is differentiable once.
 
         ``query`` is ``[query rows, heads, dim]``. ``key`` and ``value`` are ``[rows, groups, dim]``: this rank's rows
         if the plan has a group, otherwise the rows of all ranks. Rows after the end of the stream are ignored. If

@@ -1,7 +1,7 @@
 """Computes a gated delta net over a tree-packed stream, in place of a Megatron layer's self-attention.
 
 A segment is a chain of rows: each row except the first is the only child of the row before it. A segment's initial
-state is the state after the last row of its parent segment; it is zero at the root of a tree. The stream is processed
+state is the state after the last row of its parent segment. It is zero at the root of a tree. The stream is processed
 level by level. All segments of one level, over all trees of the stream, are computed together. The convolution of a row
 reads the rows above it on its path.
 

@@ -186,7 +186,7 @@ def test_wrong_calls_are_refused(make_bus: MakeBus, folder: Path) -> None:
     with pytest.raises(ValueError, match=rf"bytes, {large.nbytes} of them in media items, the largest group has 4096"):
         bus.put([make_row(first), make_row(second, columns=media_columns([large]))], timeout_s=T)
     assert bus.progress(timeout_s=T).in_flight == 2
-    with pytest.raises(ValueError, match=r"'\.\./x' is no digest of a media item"):
+    with pytest.raises(ValueError, match=r"'\.\./x' is not a digest of a media item"):
         bus.hold({"../x": 1}, timeout_s=T)
     with pytest.raises(ValueError, match="this run has no media"):
         make_bus().hold(held(item), timeout_s=T)

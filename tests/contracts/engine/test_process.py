@@ -163,7 +163,7 @@ def test_a_taken_port_is_said(engine: Engine, launch: EngineLaunch) -> None:
 
 
 NOT_BUILT: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "phi3"}, "its model_type is 'phi3', which is no family of Relax. What exists: llama, mistral"),
+    ({"model_type": "phi3"}, "its model_type is 'phi3', which is not a family of Relax. What exists: llama, mistral"),
     ({"attention_bias": True}, "attention_bias=True"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
     ({"max_position_embeddings": 100}, "the model has 100 positions"),

@@ -172,11 +172,11 @@ def test_a_setting_that_a_part_does_not_have_is_named() -> None:
     ("row", "message"),
     [
         ({"scorer": "no_such"}, "f.jsonl, line 3: scorer: reward.name=no_such is not known"),
-        ({"scorer": 7}, "line 3: scorer=7 is no name of a reward"),
+        ({"scorer": 7}, "line 3: scorer=7 is not a name of a reward"),
         ({"scorer": "/tmp/mine.py"}, "line 3: scorer=/tmp/mine.py: a row names no file"),
         ({"scorer": "mix"}, "line 3: scorer=mix: it is made of other rewards"),
         ({"scorer": "remote"}, "line 3: scorer=remote: reward.url=''.*stand in reward.parts"),
-        ({"scorer": "dapo"}, "line 3: reward dapo: answer='red' is no number"),
+        ({"scorer": "dapo"}, "line 3: reward dapo: answer='red' is not a number"),
         ({"scorer": "gpqa", "choices": ["a", "b"]}, "line 3: reward gpqa: answer='red' is none of the letters A, B"),
     ],
 )
@@ -195,7 +195,7 @@ def test_rows_are_checked_before_the_start(tmp_path: Path) -> None:
     words += ["data.eval_size=0", "model.task=arithmetic"]
     look = summarize_data(load_config([*words, "data.max_bad_rows=0.6"]))
     assert dict(look.bad) == {"bad_row:label": 1, "bad_row:reward": 1}
-    assert f"{data}, line 2: reward dapo: answer='four' is no number" in look.named[0]
+    assert f"{data}, line 2: reward dapo: answer='four' is not a number" in look.named[0]
     assert f"{data}, line 3: scorer: reward.name=exact is not known" in look.named[1] and "exact_match" in look.named[1]
     refused = summarize_data(load_config(words)).refused
     assert refused is not None and "line 2: reward dapo: answer='four'" in refused
