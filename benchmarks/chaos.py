@@ -182,7 +182,8 @@ def injured_run(folder: Path, name: str, chosen: Sequence[str], *, seed: int) ->
 # -- Draws ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Says what this machine allows: private mounts (small disks, small shared memory) and memory control groups."""
+    """Returns whether this machine allows private mounts (small disks, small shared memory) and memory control
+    groups."""
 
     mounts: bool
     memory_groups: bool

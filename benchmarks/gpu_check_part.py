@@ -171,7 +171,8 @@ def _wide_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def offload(folder: Path) -> Mapping[str, Any]:
-    """Trains layouts of one rank with and without offloads; returns what must be equal, and the bytes that are left."""
+    """Trains layouts of one rank with and without offloads; returns the values that must be equal, and the bytes that
+    remain."""
     ranks: Any = importlib.import_module("offload_ranks")
 
     ranks.make_models(folder)

@@ -51,7 +51,7 @@ class Published:
 
     ``engine_gpus`` is 0 if trainer and engines alternate on the same GPUs, and else they are ``ahead`` steps apart.
     ``domain`` GPUs share fast links. ``response`` is the mean length, and ``context`` the maximum of prompt and
-    response. ``updates`` are those of a step.
+    response. ``updates`` are the updates of a step.
     """
 
     release: str

@@ -14,7 +14,7 @@ from typing import Any
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
 
 _COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # the terminal code before coloured text
-_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # so that the action 1 is not found in -1 and 2.1
+_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the action 1 must not be found in -1 and 2.1
 _KEY_CHARACTERS = 64  # longest key of a state; a digest of a longer value has this length
 _COLOUR_ENDS = re.compile("\x1b\\[0m")
 
@@ -52,7 +52,7 @@ class GymnasiumEnv(BaseInteractionEnv):
         self._env = gymnasium.make(config.id, **arguments)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter knows numbered ones alone.")
+            raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter supports only numbered actions.")
         self._first, count = int(space.start), int(space.n)
         if config.actions and len(config.actions) != count:
             raise ValueError(

@@ -22,8 +22,8 @@ class NumberGuessConfig(InteractionConfig):
 class NumberGuess(BaseInteractionEnv):
     """Plays one game. The first number in a response is the guess. The state is the range of possible numbers.
 
-    With data=seeds, successive rows have successive numbers, so that all numbers are equally frequent. With other data,
-    the number is drawn from the group's seed.
+    With data=seeds, successive rows have successive numbers. All numbers are therefore equally frequent. With other
+    data, the number is drawn from the group's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:

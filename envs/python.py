@@ -19,7 +19,8 @@ from relax_core.sandbox.run_code import (
 )
 
 SANDBOXES = ("bwrap", "none")
-# Limits of all calls of a response together, so that a step ends before env.step_timeout_s; ``cpu_s`` is per process.
+# Limits of all calls of a response together, because a step must end before env.step_timeout_s; ``cpu_s`` is per
+# process.
 LIMITS = CodeLimits(wall_s=10.0, cpu_s=5, memory_mib=512, output_bytes=16384)
 MIN_S = 0.05  # with less time left, code is not run
 

@@ -48,7 +48,7 @@ KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
 # Pages of docs/plugins/ with a name that differs from the kind.
 _PAGES = {"algo": "algorithm", "sink": "metrics_sink", "data": "data_source", "family": "model_family"}
 _FILE_MODULE = "relax_plugin_"
-MARK = "__relax_plugin__"  # set in the globals of a user's function, so that errors name its line
+MARK = "__relax_plugin__"  # set in the globals of a user's function; errors then name its line
 _ROOT = Path(__file__).resolve().parents[1]
 _QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
 FILE_SINKS = ("jsonl", "tensorboard")  # keys of the section tracker enable these sinks

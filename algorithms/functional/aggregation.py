@@ -54,7 +54,7 @@ def aggregate_sum(
 
 
 def aggregate_denominator(*, totals: StepTotals, aggregation: str, norm_length: float) -> float:
-    """Returns the denominator of a step's loss. It is at least 1, so that an empty step has the loss 0.
+    """Returns the denominator of a step's loss. It is at least 1, so the loss of an empty step is 0.
 
     For ``token_mean`` it is the number of trained tokens in the whole step, for ``seq_mean_token_mean`` the number of
     samples, and for ``seq_mean_token_sum_norm`` the number of samples times ``norm_length``. ``norm_length`` (tokens)

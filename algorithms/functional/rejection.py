@@ -43,7 +43,7 @@ def rejection_mask(
     outside = loss_mask.new_zeros(loss_mask.shape)
     for rule, (low, high) in rules.items():
         reduction, _, statistic = rule.rpartition("_")
-        if statistic == "ratio":  # ratios are compared as logs, so that a product becomes a sum and cannot overflow
+        if statistic == "ratio":  # ratios are compared as logs: a product becomes a sum and cannot overflow
             low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
         values = _statistic(statistic, log_ratio, logprobs, rollout_logprobs, loss_mask)
         if reduction in ("seq_sum", "seq_mean"):

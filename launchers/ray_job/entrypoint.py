@@ -1,4 +1,4 @@
-"""Defines what a Ray job executes: its command, its environment variables, and its configuration without secrets."""
+"""Defines the command, the environment variables and the configuration (without secrets) of a Ray job."""
 
 from __future__ import annotations
 

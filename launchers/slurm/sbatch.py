@@ -61,7 +61,7 @@ def submit(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     if shutil.which("sbatch") is None:
-        raise RuntimeError("launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.")
+        raise RuntimeError("launcher=slurm: this machine has no sbatch. Submit on a login node of the cluster.")
     prepared: list[RelaxConfig] = []
     made: list[Path] = []
     try:

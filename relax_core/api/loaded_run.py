@@ -94,7 +94,8 @@ class LoadedRun:
             return [_sample(history) for history in ledger.samples(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
-        """Returns the curves, answers or samples (``what``) as a data frame. Raises ImportError without pandas."""
+        """Returns the data ``what`` ("curves", "answers" or "samples") as a data frame. Raises ImportError without
+        pandas."""
         try:
             import pandas
         except ImportError as error:

@@ -75,7 +75,7 @@ def main(message: Sequence[str]) -> int:
 def doctor_command(*, clean: bool = False) -> int:
     """Prints all findings. Returns 1 if runs cannot work, else 0.
 
-    With ``clean``, first removes the remaining files and processes of killed runs, and prints what was removed.
+    With ``clean``, first removes the remaining files and processes of killed runs, and prints their names.
     """
     for stale_run in remove_stale_runs() if clean else ():
         print(stale_run.removal())

@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="remove: move running samples to other engines at once")
     parser.add_argument("--keep-partial", action="store_true", help="add: keep the other new engines if one fails")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for the end of the order")
-    parser.add_argument("--dry-run", action="store_true", help="add, remove: only print what would happen")
+    parser.add_argument("--dry-run", action="store_true", help="add, remove: only print the effect")
     given = parser.parse_args(words)
     try:
         return _act(GatewayClient(given.run), given)
@@ -88,7 +88,7 @@ def _remove_body(client: GatewayClient, given: argparse.Namespace) -> dict[str, 
         return {"engine_urls": given.what, "force": given.force}
     present, gone = _present(client), _number(given)
     if gone >= len(present):
-        raise ValueError(f"remove {gone}: the run has {len(present)} engines, and those of its start stay")
+        raise ValueError(f"remove {gone}: the run has {len(present)} engines, and the engines of its start cannot be removed")
     return {"num_replicas": len(present) - gone, "force": given.force}
 
 

@@ -50,7 +50,7 @@ class Schedule(Enum):
     linear = "linear"
 
 
-# What to do with a prompt that ends with an assistant message; None rejects the prompt.
+# Handling of a prompt that ends with an assistant message; None rejects the prompt.
 LastAssistant = Enum("LastAssistant", ["drop", "continue"])
 
 

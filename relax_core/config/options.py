@@ -58,7 +58,7 @@ COMMANDS = {
     "rerun": ("rerun RUN [--trust] [key=value ...]", "repeats a run from its config.yaml in a new folder"),
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "evaluates a model without training (docs/evaluation.md)"),
     "engines": ("engines RUN [add N|remove N|watch]", "shows and changes the engines of a run (docs/elastic.md)"),
-    "stall": ("stall RUN", "shows what a live run waits for, and the stacks of the blocking workers"),
+    "stall": ("stall RUN", "shows the waits of a live run, and the stacks of the blocking workers"),
     "notify": (
         "notify test URLS_FILE",
         "sends a test message to each address of a file (docs/notify.md)",

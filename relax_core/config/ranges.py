@@ -91,13 +91,13 @@ RANGES: dict[str, Range] = {
     "rollout.prompts_per_step": _COUNT,
     "rollout.max_new_tokens": _COUNT,
     "rollout.temperature": Range(
-        MIN_TEMPERATURE, MAX_TEMPERATURE, why="greedy samples of a group are equal, so there is nothing to learn"
+        MIN_TEMPERATURE, MAX_TEMPERATURE, why="at temperature 0 all samples of a group are equal"
     ),
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(-1, MAX_TOP_K, why="-1 keeps all tokens"),
     "rollout.min_p": Range(0, 1, below=True, why="0 keeps all tokens"),
     "rollout.reward_workers": _COUNT,
-    "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
+    "rollout.over_sampling": Range(1, 16, why="1 admits only the groups that a step needs"),
     "rollout.quorum": Range(0, 1, above=True),
     "agent.workers": Range(0, why="0: one process per episode"),
     "agent.timeout_s": _POSITIVE,
@@ -113,19 +113,19 @@ RANGES: dict[str, Range] = {
     "run.heartbeat_timeout_s": _POSITIVE,
     "eval.every": Range(0, why="0 never evaluates"),
     "eval.rows": _COUNT,
-    "eval.samples": Range(1, 256, why="answers a prompt"),
+    "eval.samples": Range(1, 256, why="the number of answers per prompt"),
     "eval.temperature": Range(0, why="0 is greedy"),
 }
 
 # These keys may be null; ``why`` explains null.
 OPTIONAL: dict[str, Range] = {
-    "parallel.first_stage_layers": Range(1, why="with null the first stage has as many layers as the other stages"),
+    "parallel.first_stage_layers": Range(1, why="null gives all stages the same number of layers"),
     "placement.gpu_memory_gib": Range(0, above=True, why="null takes the memory of placement.gpu"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps if this is less"),
     "engine.prefix_cache_tokens": Range(0, why="null means 4 groups of the longest episodes; 0 keeps no prefixes"),
-    "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
+    "run.epochs": Range(0, above=True, why="null does not change run.steps"),
 }
 
 # No published run uses values outside these ranges, so such a value is probably a mistake, e.g. a wrong unit or a lost

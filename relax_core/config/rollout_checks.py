@@ -101,7 +101,7 @@ def _too_few_places(env: object, why: str, *, needed: int) -> str:
 def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
     """Yields the reasons against rollout.lockstep=true.
 
-    Results depend on timing even with lockstep, or do not depend on timing without it.
+    With these settings results depend on timing even with lockstep, or lockstep is not needed.
     """
     rollout = config.rollout
     if not env.has_turns:
@@ -202,7 +202,7 @@ def agent_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if not words and agent.workers:
         yield (
-            f"agent.workers={agent.workers} without agent.command, so that agents elsewhere play. Give the command, or "
+            f"agent.workers={agent.workers} without agent.command: external agents play. Give the command, or "
             "use agent.workers=0."
         )
     if words and endpoint.host not in LOOPBACK:

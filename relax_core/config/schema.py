@@ -140,7 +140,7 @@ class ParallelConfig:
     cp: int = MISSING
     ep: int = MISSING
     etp: int = MISSING
-    # layers of the first pipeline stage; None means as many as in the other stages
+    # layers of the first pipeline stage; None: the same number as in the other stages
     first_stage_layers: int | None = None
     sequence_parallel: bool = MISSING
     shard_media: bool = False  # distributes the media items of a micro-batch over the ranks of the first stage
@@ -411,7 +411,7 @@ class AgentConfig:
     """Holds the keys of `agent`."""
 
     command: str | None = None  # None: external agents open sessions
-    cwd: str | None = None  # None: the folder in which the run was started
+    cwd: str | None = None  # None: the working folder at the start of the run
     env: dict[str, str] = field(default_factory=dict, repr=False)
     python: str | None = None  # None: the Python of the run
     workers: int = MISSING

@@ -78,7 +78,7 @@ class GroupTurns:
 
     of_tokens: Tensor  # [tokens] int64, the turn index of each token, ascending
     samples: Tensor  # [turns] int64, the sample index of each turn
-    rewards: Tensor  # [turns] float64, so that sums of equal rewards are equal
+    rewards: Tensor  # [turns] float64: sums of equal rewards must be equal
     state_keys: Sequence[str | None]  # [turns]
 
 
@@ -109,7 +109,7 @@ class LossInputs:
 
     ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. Five tensors are
     None unless `Requirements` requests them. ``top`` in a name refers to the teacher's top-k tokens at each position.
-    The trainer gives the indexes ``trained``, so that `of_trained` need not read the mask on the device.
+    The trainer gives the indexes ``trained``, because `of_trained` must not read the mask on the device.
 
     All log-probs and the entropy of a token are computed over the same candidate tokens: the tokens that top_k, top_p
     and min_p kept when the token was sampled, without the banned tokens. If fewer than ``top_k`` candidates were kept,

@@ -114,8 +114,8 @@ class InteractionConfig(TurnsConfig):
     delay it until new weights arrive. An episode that takes longer ends without a reward.
 
     ``tool_parser`` is the format of tool calls in a response (`relax_core/data/tool_parsers.py`); "auto" detects the
-    format in the chat template. ``on_turn_cut`` says whether a response that is cut at ``max_turn_tokens`` ends the
-    episode ("end") or is passed to the env ("continue").
+    format in the chat template. ``on_turn_cut`` sets the handling of a response that reaches ``max_turn_tokens``: the
+    episode ends ("end"), or the env gets the response ("continue").
     """
 
     max_observation_tokens: int | None = None

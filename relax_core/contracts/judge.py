@@ -78,8 +78,8 @@ class Verdict:
     """Holds a judge's verdict on one answer.
 
     ``value`` is the number in the judge's output, scaled to 0..1 if the parser has a range. For words such as yes and
-    no, ``value`` is 1 or 0. ``value`` is None if there is no verdict; ``reason`` then says why, and ``cause`` says it
-    in one word. ``text`` is the judge's output; with several votes, the last output.
+    no, ``value`` is 1 or 0. ``value`` is None if there is no verdict. ``reason`` is then the reason as a sentence, and
+    ``cause`` is the reason as one word. ``text`` is the judge's output; with several votes, the last output.
     """
 
     judge: str

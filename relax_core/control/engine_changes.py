@@ -358,7 +358,7 @@ class EngineProbe:
         if difference <= TOLERANCE:
             return ""
         return (
-            f"engine {url} does not compute what the run's engines compute: log-probs of {len(own.logprobs)} tokens "
+            f"engine {url} computes other log-probs than the run's engines: log-probs of {len(own.logprobs)} tokens "
             f"differ by up to {difference:.3g} under weights {own.version}; "
             f"at most {TOLERANCE:g} is rounding. Its dtype, its quantisation or its model differs."
         )

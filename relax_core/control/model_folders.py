@@ -78,7 +78,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
         yield from _unlike_patches(teacher.vision, folder, student=student, key=key, family=config.model.family)
     if (difference := token_difference(student, folder)) is not None:
         yield (
-            f"{key}={folder}: its token ids are not those of the model that learns, {student}: {difference}. A teacher "
+            f"{key}={folder}: its token ids differ from the token ids of the trained model, {student}: {difference}. A teacher "
             "must have the student's tokenizer."
         )
     media = [media_token_ids(model_folder) for model_folder in (student, folder)]

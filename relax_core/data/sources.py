@@ -147,7 +147,7 @@ def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
         source_name = config.name if names_plugin(config) else config.path
         what = source_name if source_name is not None else f"{len(files)} files together"
         raise ValueError(
-            f"data.eval_size={config.eval_size}: {what} has {sum(sizes)} rows, none is left to train on. "
+            f"data.eval_size={config.eval_size}: {what} has {sum(sizes)} rows, and no row remains for training. "
             "Lower data.eval_size, or give the held-out rows as data.eval_path."
         )
     return apportion(config.eval_size, sizes)

@@ -1,4 +1,4 @@
-"""Keeps the listening socket of a server process open, so that its port stays bound while the owner process runs."""
+"""Keeps the listening socket of a server process open: the port stays bound while the owner process runs."""
 
 from __future__ import annotations
 

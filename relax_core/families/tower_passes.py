@@ -83,7 +83,7 @@ def pass_items(
 
 
 def _of_grid(module: Any, grid: Tensor, *, device: torch.device) -> dict[str, Tensor]:
-    """Returns what a vision tower derives from ``grid`` int64 ``[items, 3]``, computed on the host.
+    """Returns the tensors that a vision tower derives from ``grid`` int64 ``[items, 3]``, computed on the host.
 
     On the device the tower would read sizes from it, and each block the lengths of its attention. ``cu_seqlens`` stays
     on the host, where the blocks need it.

@@ -188,7 +188,7 @@ def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
 TRY_S = 10.0  # time limit of one attempt to send a message
 PAUSES_S = (1.0, 3.0)  # pauses before the second and the third attempt
 MAX_WAITING = 100  # queued messages per receiver; newer messages are dropped and counted
-MAX_SINGLE = 3  # if more messages wait, they are joined into one
+MAX_SINGLE = 3  # if more messages wait, they are combined into one message
 MAX_TEXT = 8_000  # characters of a message
 
 Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether the receiver accepted them
@@ -258,7 +258,7 @@ class _ReceiverThread:
         with self._wake:
             lost = [self._under_way, *(title for title, _ in self._waiting)] if self._thread.is_alive() else []
         if lost:
-            self._report(f"notify: {self._name} was not told before the run's end: {', '.join(map(repr, lost))}")
+            self._report(f"notify: {self._name} did not get these messages before the run's end: {', '.join(map(repr, lost))}")
 
     def _main(self) -> None:
         while True:
@@ -290,7 +290,7 @@ class _ReceiverThread:
 
         def send() -> None:
             try:
-                ends.append("" if self._notify(title, text) else "it refused, or nobody answers there")
+                ends.append("" if self._notify(title, text) else "the receiver refused the message or did not answer")
             except Exception as error:  # any error of Apprise; its text may contain secrets
                 ends.append(type(error).__name__)
 

@@ -104,7 +104,7 @@ class TokensAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MadeSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds the metrics of a generated sample. The names are those of `relax_core.contracts.tree.Episode`.
+    """Holds the metrics of a generated sample. The names are the names in `relax_core.contracts.tree.Episode`.
 
     ``length`` is the number of sampled tokens, ``turns`` the number of turns, and ``engine`` the engine of the first
     turn. ``version`` is the weight version of the oldest trained token, or None if the sample was not put on the bus.

@@ -294,7 +294,7 @@ def _modality(modality: Mapping[str, Any]) -> str:
 
 
 def _result_lines(run_dir: Path) -> Iterator[Text]:
-    """Yields one line for each result file. Lines are not wrapped, so that users can copy or click a path."""
+    """Yields one line for each result file. Lines are not wrapped, because users copy or click paths."""
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     width = max(len(label) for label, _ in RESULT_FILES)
     for label, name in RESULT_FILES:

@@ -193,7 +193,7 @@ class SampleLog:
             self._pending.clear()
 
     def _write(self, made: Sequence[Made]) -> None:
-        """Writes the tokens and then the records, so that each record's tokens exist. Raises OSError."""
+        """Writes the tokens before the records, because the tokens of a record must exist. Raises OSError."""
         if made:
             places = self._tokens.append([msgspec.msgpack.encode(tokens) for _, tokens in made])
             self.left_out += self._events.append(*(record(at) for (record, _), at in zip(made, places, strict=True)))

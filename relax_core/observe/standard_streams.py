@@ -1,6 +1,6 @@
 """Replaces the standard streams by streams that do not raise, do not block a run, and escape hidden characters.
 
-Output is dropped if nobody reads it: the reader may have exited (``… | head -1``, ``… | tee log`` after Ctrl-C), the
+Output is dropped if it is not read: the reader may have exited (``… | head -1``, ``… | tee log`` after Ctrl-C), the
 terminal may be closed, or a pager may have stopped reading. This module imports little, because the entry point uses it
 before all other imports.
 """
@@ -29,7 +29,7 @@ UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, t
 
 
 class ShownStream(io.TextIOWrapper):
-    """Escapes hidden characters, so that no text can move the cursor or change the text direction.
+    """Escapes hidden characters, which could move the cursor or change the text direction.
 
     ``unfiltered`` writes text unchanged, for `ShownConsole`.
     """
@@ -111,7 +111,7 @@ class UnreadFile(io.RawIOBase):
 
 @contextmanager
 def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
-    """Replaces stdout and stderr by `UnreadFile` objects while the block runs, so that unread output raises no error.
+    """Replaces stdout and stderr by `UnreadFile` objects while the block runs. Unread output then raises no error.
 
     `UnreadFile` describes ``timeout_s``. If descriptor 0, 1 or 2 is closed, it is opened on /dev/null. Otherwise
     another file would get its number. A stream that was already replaced, as in a notebook, stays.

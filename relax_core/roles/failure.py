@@ -70,7 +70,7 @@ def first_cause(error: BaseException) -> BaseException:
 def is_broken_collective(error: BaseException) -> bool:
     """Returns True if the error is a broken collective, which means that another rank has died or is late.
 
-    An error in a rank's code is not a broken collective, but causes broken collectives on all other ranks.
+    An error in a rank's code breaks the collectives on all other ranks.
     """
     from torch.distributed import DistError
 

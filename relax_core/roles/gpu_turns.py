@@ -1,9 +1,9 @@
 """Lets trainer and engines alternate on the GPUs that they share (``mode=colocate`` with engines on GPUs).
 
 The trainer has its turn from the release of the engines' memory until its state is on the host again. An engine process
-that starts allocates its memory at a moment of its own, so its owner waits until the trainer's turn ends. Both sides
-hold a lock on one file of the run: the trainer alone, the owners of starting engines together. The kernel releases the
-lock of a process that dies.
+allocates its memory when it starts, so its owner waits until the trainer's turn ends. Both sides hold a lock on one
+file of the run: the trainer alone, the owners of starting engines together. The kernel releases the lock of a process
+that dies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GpuTurn:
         self._descriptor: int | None = None
 
     def begin(self, *, alone: bool, what: str, on: str) -> None:
-        """Takes the lock, ``alone`` or together with others; ``what`` and ``on`` describe the wait."""
+        """Takes the lock, exclusively (``alone``) or shared; ``what`` and ``on`` describe the wait."""
         assert self._descriptor is None, "the turn has begun already"
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

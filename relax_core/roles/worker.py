@@ -74,12 +74,12 @@ class WorkerStatus:
     """Holds the status of a worker.
 
     ``since`` is the Unix time of the last change of state. If the worker has failed, ``detail`` is the cause in one
-    line, and ``error`` the traceback. ``lost`` says what was lost if another process caused the failure. ``host`` names
-    the host and process namespace in which ``pid`` is valid (`process_host`). ``child_pids`` are the processes that the
-    worker owns; ``restarts`` is the number of their restarts, and ``last_restart`` says how the last restarted process
-    ended. ``waits`` are the worker's waits, oldest first. ``progress`` increases while the worker does long work that
-    the run waits for. ``engine`` is the report of an engine owner when its engine is up. ``usage`` is the resource
-    usage of the worker's process and its children, None before the first measurement.
+    line, and ``error`` the traceback. ``lost`` names the lost process or connection if another process caused the
+    failure. ``host`` names the host and process namespace in which ``pid`` is valid (`process_host`). ``child_pids``
+    are the processes that the worker owns; ``restarts`` is the number of their restarts, and ``last_restart`` says how
+    the last restarted process ended. ``waits`` are the worker's waits, oldest first. ``progress`` increases while the
+    worker does long work that the run waits for. ``engine`` is the report of an engine owner when its engine is up.
+    ``usage`` is the resource usage of the worker's process and its children, None before the first measurement.
     """
 
     name: str

@@ -30,8 +30,8 @@ class Answer:
     ``vote`` is the vote of this answer in majority votes (`vote_of`), or None. ``reward`` is None if the reward could
     not be computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is the number of sampled tokens.
     An episode of several turns is one answer; ``ended`` is then the reason of the episode's end, else empty. ``why`` is
-    the reward's explanation: what the reward compared, or why there is no reward. ``shadow`` is 1 if the shadow reward
-    judges the answer right, 0 if it does not, and None if it did not score the answer.
+    the reward's explanation: the compared texts, or the reason for a missing reward. ``shadow`` is 1 if the shadow
+    reward judges the answer right, 0 if it does not, and None if it did not score the answer.
     """
 
     text: str

@@ -226,10 +226,10 @@ class Evaluator:
 
     ``ask(version)`` returns the answers to all sets from weights ``version`` or newer, as `play_sets` does.
     ``wait_version(version)`` returns when the run has reached this version. With ``in_order``, `gate` holds training
-    prompts of a version back until the evaluation of this version is done, so that the engine's batches are equal in
-    every run. ``ends_run`` receives the metrics of each evaluation and returns True to end the run; after that, no
-    prompt passes the gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look``
-    has the statistics of the right answers of the run's first evaluation, or None before this evaluation.
+    prompts of a version back until the evaluation of this version is done. The engine's batches are then equal in every
+    run. ``ends_run`` receives the metrics of each evaluation and returns True to end the run; after that, no prompt
+    passes the gate. ``record_texts`` receives the kind, the version and the rows of text records. ``first_look`` has
+    the statistics of the right answers of the run's first evaluation, or None before this evaluation.
     """
 
     def __init__(

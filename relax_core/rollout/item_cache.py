@@ -1,4 +1,4 @@
-"""Caches the encoded media items (images, videos, sounds) of a run, so that each item is encoded once.
+"""Caches the encoded media items (images, videos, sounds) of a run; each item is encoded once.
 
 An item is identified by its source: the path of a file, or the digest of its bytes. The owner of an item is a prompt of
 training or evaluation; it holds the item as long as the prompt is in use. Items without an owner are evicted when the
@@ -95,7 +95,8 @@ class ItemCache:
             return item
         if key not in self._encoding:
             self._encoding[key] = asyncio.create_task(self._encode(key, source))
-        # `_encode` holds the item for its waiting owners, so that the item is not evicted before the owners run again.
+        # `_encode` holds the item for its waiting owners. Otherwise the item could be evicted before the owners run
+        # again.
         self._wanted_by[key].append(owner)
         return await asyncio.shield(self._encoding[key])
 

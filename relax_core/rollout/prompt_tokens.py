@@ -1,6 +1,6 @@
 """Makes prompts from data rows: conversation, encoded media, chat template, length limit, and sampling seeds.
 
-A seed depends on the sample and not on the process, so that a group that is sampled again after a crash has the same
+A seed depends on the sample and not on the process. A group that is sampled again after a crash therefore has the same
 tokens.
 """
 
@@ -351,7 +351,7 @@ class PromptMaker:
         where: str,
         tools: Sequence[ToolSchema] | None,
     ) -> Prompt | None:
-        """Returns the prompt without a part of the longest text, so that the prompt just fits.
+        """Returns the prompt without a part of the longest text, as long as the limit allows.
 
         The template's own tokens stay. Returns None if the prompt is too long even without the longest text.
         """

@@ -302,7 +302,7 @@ def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) 
     if not isinstance(name, str) or name not in known:
         raise BadRow.because(
             "teacher",
-            f"{what}: {key}={name!r} is none of the teachers: {', '.join(known)}. Add algo.teachers.{name}=<a Hugging "
+            f"{what}: {key}={name!r} is not a teacher: {', '.join(known)}. Add algo.teachers.{name}=<a Hugging "
             "Face folder>, or correct the row.",
         )
     return name

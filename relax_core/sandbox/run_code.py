@@ -132,7 +132,7 @@ def _interpreter(uid: int | None) -> Path:
         if python.exists() and (uid is None or _open_to_others(python)):
             return python
     raise SandboxRefused(
-        f"the sandbox runs code as another user than root, who may not read {own}, and there is no /usr/bin/python3. "
+        f"the sandbox runs code as a user without permission to read {own}, and there is no /usr/bin/python3. "
         "Install it (apt-get install python3), or put Relax's Python where every user may read it."
     )
 

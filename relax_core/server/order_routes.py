@@ -123,7 +123,7 @@ TAGS = ("by_number", "by_name", "by_address")  # names of the body classes in th
 
 
 def _kind(body: object) -> str:
-    """Returns the tag of the class that fits the body, so that validation errors refer to the right class."""
+    """Returns the tag of the class that fits the body. Validation errors then refer to this class."""
     keys = body if isinstance(body, dict) else ()
     return TAGS[2] if "engine_urls" in keys else TAGS[1] if "engine_ids" in keys else TAGS[0]
 
@@ -203,7 +203,7 @@ Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_le
 OrderId = Annotated[str, Path(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
-PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's location that are no keys of the request
+PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's location that are not keys of the request
 WAYS: tuple[Literal["scale_out", "scale_in"], ...] = ("scale_out", "scale_in")
 
 

@@ -87,7 +87,7 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
 
 @contextmanager
 def _short_chunks(model: PreTrainedModel) -> Iterator[None]:
-    """Makes transformers compute a gated delta rule in smaller chunks. No effect for models without one."""
+    """Makes transformers compute a gated delta rule in smaller chunks. No effect for models without an audio tower."""
     module, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
     rule = getattr(module, name, None)
     if rule is None:

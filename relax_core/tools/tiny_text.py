@@ -295,7 +295,7 @@ class WarmStart:
 class VisionWarmStart(WarmStart):
     """Holds the settings for the warm start of a vision model.
 
-    The first ``right_steps`` steps train only right answers, so that the model learns to distinguish all images and
+    The first ``right_steps`` steps train only right answers. The model then learns to distinguish all images and
     videos. Later steps train each example with two answers: the right answer, and the question's first possible answer
     with the weight ``guessed``. So greedy decoding gives the first possible answer, which is right only by chance. Any
     other right answer has a probability of about 1 - ``guessed``, enough for GRPO to sample it in each group. After

@@ -33,12 +33,12 @@ class Device:
 
     @property
     def cuda(self) -> bool:
-        """Returns True if the tensors are on a CUDA device, so that kernels, streams and NCCL exist."""
+        """Returns True if the tensors are on a CUDA device, with kernels, streams and NCCL."""
         return self.type == "cuda"
 
     @property
     def meta(self) -> bool:
-        """Returns True if tensors have shapes without numbers, so that there are no other ranks (plan=rehearse)."""
+        """Returns True if tensors have shapes without numbers and there are no other ranks (plan=rehearse)."""
         return self.type == "meta"
 
     @property

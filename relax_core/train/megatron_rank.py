@@ -107,7 +107,7 @@ class StepSums(msgspec.Struct, kw_only=True):
 
 
 def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
-    """Returns the sums over all ranks of a gloo group, added in rank order, so that every rank has the same bits.
+    """Returns the sums over all ranks of a gloo group, added in rank order. Every rank gets the same bits.
 
     Ranks may know different metrics: a rank without groups in this step knows none.
     """
@@ -149,7 +149,7 @@ class ComputedTrees:
     """Holds the results of a micro-batch, which stay on the device until the update ends.
 
     ``numbers`` are the loss sum and (sum, count) of each metric of ``metrics``, float64 ``[1 + 2 * metrics]``.
-    ``column`` is what the model computed for each token, float32 ``[tokens]``: log-probs or values.
+    ``column`` has the model's result for each token, float32 ``[tokens]``: log-probs or values.
     """
 
     trees: Sequence[TokenTree]
@@ -170,7 +170,8 @@ class ComputedTrees:
         )
 
     def sums(self, numbers: np.ndarray) -> StepSums:
-        """Returns what the micro-batch adds to the update's sums; ``numbers`` are its own, on the host."""
+        """Returns the micro-batch's part of the update's sums; ``numbers`` are the micro-batch's numbers, on the
+        host."""
         sums = counted_sums(self.trees)
         sums.rows = sum(tree.computed_rows for tree in self.trees)
         sums.loss, *pairs = numbers.tolist()
@@ -332,7 +333,7 @@ def rank_setup(
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# A rank computes this tree when it has no groups of its own and other ranks' collectives need its part.
+# A rank without groups computes this tree if other ranks' collectives need its part.
 _EMPTY_MICRO_BATCH = TokenTree(
     group_uid="none",
     token_ids=np.zeros(2, dtype=np.int32),
@@ -548,7 +549,7 @@ class MegatronRank:
     def write_copy(self, folder: Path) -> None:
         """Writes the copied state to ``folder``; raises as `RankCheckpoint.write` does.
 
-        The copy stays until `drop_copy`, so that a write that failed can be repeated.
+        The copy stays until `drop_copy`, because a failed write may be repeated.
         """
         assert self._copy is not None, "copy_state comes first"
         self._checkpoint.write(self._copy, folder)
@@ -571,7 +572,7 @@ class MegatronRank:
     def offload_optimizer(self) -> int:
         """Moves gradients and optimizer state to the host; returns the bytes that are freed on the device.
 
-        The weights stay, so that they can be exported. No train step may begin before `onload`.
+        The weights stay, because they may be exported. No train step may begin before `onload`.
         """
         self._gather_parameters()  # a gather that still runs would read freed memory
         return self._state_offload.offload(keep_weights=True)
@@ -622,12 +623,12 @@ class MegatronRank:
         """Returns the summed loss of the whole micro-batch, which is the same on each rank of the last stage.
 
         It also keeps the micro-batch's results in ``_computed``. If there are no groups it returns 0 times the head's
-        output, so that the backward pass still runs.
+        output, because the backward pass must still run.
         """
         raise NotImplementedError
 
     def add_column(self, sums: StepSums, trees: Sequence[TokenTree], column: np.ndarray) -> None:
-        """Adds to ``sums`` what follows from the column of a micro-batch, which is `ComputedTrees.column`."""
+        """Adds to ``sums`` the figures that follow from `ComputedTrees.column` of a micro-batch."""
         raise NotImplementedError
 
     def timed(self, part: str) -> AbstractContextManager[None]:

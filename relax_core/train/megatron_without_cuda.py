@@ -199,7 +199,7 @@ _TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 
 
 class _DeviceCalls(ast.NodeTransformer):
-    """Replaces CUDA calls and names by those of the torch device type ``target``."""
+    """Replaces CUDA calls and names by calls and names of the torch device type ``target``."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -255,7 +255,8 @@ class _DeviceCalls(ast.NodeTransformer):
 
 
 def compile_without_cuda(source: bytes, filename: str, *, target: str) -> CodeType:
-    """Compiles one module of Megatron for the torch device type ``target``; line numbers stay those of the source."""
+    """Compiles one module of Megatron for the torch device type ``target``; line numbers are the line numbers of the
+    source."""
     tree = ast.parse(source, filename)
     if b"cuda" in source or b"pin_memory" in source:
         _DeviceCalls(target).visit(tree)
@@ -276,7 +277,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _rules_digest() -> bytes:
-    """Returns a digest of the AST pass's own source, so that changed rules do not reuse old code."""
+    """Returns a digest of the AST pass's source, because changed rules must not reuse old code."""
     return hashlib.blake2b(Path(__file__).read_bytes(), digest_size=16).digest()
 
 

@@ -257,7 +257,7 @@ def _work(tree: TokenTree, tower: TowerWork) -> Work:
 def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:
     """Returns the trees of each bin.
 
-    The first piece of a tree with a trained row counts as the group.
+    The first piece of a tree with a trained row represents the group in counts.
     """
     counted: set[int] = set()
     made: list[list[TokenTree]] = []

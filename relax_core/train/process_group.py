@@ -46,7 +46,7 @@ from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_sto
 
 log = logging.getLogger(__name__)
 WITHOUT_RANKS = "without_ranks"  # The back end of a rehearsal's groups (relax_core/train/rehearsal/stand_ins.py).
-_READS = 5  # reads of the kernel's table before a client counts as foreign
+_READS = 5  # reads of the kernel's table before a client is treated as foreign
 _NUMBER_BYTES = 32  # the size of a proof
 
 
@@ -123,7 +123,7 @@ class OneDeviceGloo(ProcessGroupGloo):
 
 
 def share_gloo_device(*, token: str) -> None:
-    """Makes torch build `OneDeviceGloo` for each gloo group from now on; there is no public way to choose a device.
+    """Makes torch build `OneDeviceGloo` for each later gloo group, because there is no public way to choose a device.
 
     All ranks have the same ``token``.
     """
@@ -244,7 +244,7 @@ def join(
 
 
 def leave() -> None:
-    """Destroys all groups, so that the same ranks can join in another layout.
+    """Destroys all groups; then the same ranks can join in another layout.
 
     All ranks call it. Back ends that were built before cannot be used after it.
     """

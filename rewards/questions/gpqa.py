@@ -11,10 +11,10 @@ Departures. A letter is a choice only if it is a separate word; the source reads
 "answer is". A small letter is a choice only before punctuation or the end of a line. The pronoun I is never a choice,
 and the article A only if the text has no other letter. The source uses the first match of its patterns, reads no box,
 and reads unclosed thinking. A label outside of the choices gives no reward. The source searches for its text in the
-response, so that for the label "E" of four choices any word with an e was right. The text of a choice is accepted only
-if no other choice occurs in the response. A label of digits is the number of a choice, because data rows store their
-answers as text. A letter in a list, alternative or inequality is not a choice: "B or C", "A, B, C, D" and "x <= B"
-are wrong for every label.
+response. For the label "E" of four choices any word with an e was right. The text of a choice is accepted only if no
+other choice occurs in the response. A label of digits is the number of a choice, because data rows store their answers
+as text. A letter in a list, alternative or inequality is not a choice: "B or C", "A, B, C, D" and "x <= B" are wrong
+for every label.
 """
 
 from __future__ import annotations

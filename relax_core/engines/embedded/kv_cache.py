@@ -283,9 +283,9 @@ class FoundPrefix:
 class PrefixStore:
     """Keeps up to ``tokens`` tokens of prefixes. Drops the least recently used prefixes.
 
-    All kept prefixes come from the weights in force: call `forget` before other weights are in force. A state counts as
-    ``state_tokens`` tokens (0 for a model without states). With states, only complete prefixes can be used, because
-    states exist only at the end of a prefix.
+    All kept prefixes come from the weights in force: call `forget` before other weights are in force. A state uses the
+    capacity of ``state_tokens`` tokens (0 for a model without states). With states, only complete prefixes can be used,
+    because states exist only at the end of a prefix.
     """
 
     def __init__(self, tokens: int, *, state_tokens: int = 0) -> None:
@@ -324,7 +324,7 @@ class PrefixStore:
         return None
 
     def covers(self, token_ids: Sequence[int], media: Sequence[Media]) -> bool:
-        """Returns whether to skip a sequence in `keep`: it is too short, too long, or already kept completely."""
+        """Returns whether `keep` skips a sequence, because it is too short, too long, or already kept completely."""
         if not BLOCK <= len(token_ids) <= self._most - self._state_tokens:
             return True
         found = self.find([*token_ids, 0], media)

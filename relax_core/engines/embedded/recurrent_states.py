@@ -45,7 +45,7 @@ class StateTable:
     def reserve(self, slots: int) -> None:
         """Makes room for ``slots`` slots and keeps the contents."""
         if (missing := slots - self.slots) > 0:
-            missing = max(missing, self.slots)  # at least doubles, so that a growing batch rarely copies
+            missing = max(missing, self.slots)  # at least doubles, because each growth copies the states
             self.history = F.pad(self.history, (0, 0, 0, 0, 0, missing))
             self.matrices = F.pad(self.matrices, (0, 0, 0, 0, 0, 0, 0, missing))
 

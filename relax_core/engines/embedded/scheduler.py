@@ -307,7 +307,8 @@ class Scheduler(threading.Thread):
         return not self._running and not self._waiting.is_ready(self.version)
 
     def _admit(self) -> None:
-        """Prefills waiting prompts that may run under the version in force, in the queue's order, as many as fit."""
+        """Prefills waiting prompts that may run under the current version, in the queue's order, until the slots are
+        full."""
         if self.version == NOTHING_ATTESTED:
             return
         fits = self._decoder.fits
@@ -722,7 +723,7 @@ class WaitingQueue:
         return any(group.prompt.min_version <= version for group in self._groups)
 
     def take(self, version: int, *, fits: Callable[[int, int], bool]) -> list[Waiting]:
-        """Removes and returns the first prompts that may run under weights ``version``, as many as fit.
+        """Removes and returns the first prompts that may run under weights ``version`` and fit.
 
         ``fits(samples, columns)`` returns whether ``samples`` more samples of at most ``columns`` columns can run.
         """

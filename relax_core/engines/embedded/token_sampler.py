@@ -204,7 +204,7 @@ def _sample_part(
         return _sample_min_p(logits, plan, plan.min_p, random, kept)
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
-        # The mask comes from log-probs: they are NaN for non-finite logits, so the set is not empty.
+        # The mask comes from log-probs, which are NaN for non-finite logits. So the set is not empty.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     ids = _draw(logprobs, plan, random)
     return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
@@ -230,7 +230,7 @@ def _sample_min_p(
     """
     floor = logits.max(-1, keepdim=True).values.double() + min_p.log()  # logits with p >= min_p * p_max
     least = floor.float()
-    # ``least`` is rounded up, so that float32 comparisons with it equal float64 comparisons with ``floor``. -inf is
+    # ``least`` is rounded up. Then float32 comparisons with ``least`` equal float64 comparisons with ``floor``. -inf is
     # never kept.
     least = torch.where(least < floor, least.nextafter(torch.tensor(float("inf"))), least)
     mask = logits >= least.clamp_(min=torch.finfo(torch.float32).min)

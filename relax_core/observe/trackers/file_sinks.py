@@ -127,7 +127,7 @@ def _event(record: Record) -> Any:
 
 
 def _markdown(row: Mapping[str, TextCell]) -> str:
-    """Returns a row as Markdown. Texts become code blocks, so that no part of a text is rendered as markup."""
+    """Returns a row as Markdown. Texts become code blocks, which are not rendered as markup."""
     return "\n\n".join(f"**{name}**\n\n{_code(str(value))}" for name, value in row.items())
 
 

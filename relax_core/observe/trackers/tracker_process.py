@@ -290,7 +290,7 @@ class _Follower:
                 self._sink = _open(self.tracker, self.run_dir)
             self._sink.write(self._batch)
             self._sink.flush()
-            self._batch = []  # cleared before the state is saved, so that a full disk does not cause a second send
+            self._batch = []  # cleared before the state is saved, because a full disk must not cause a second send
         self._state = TrackerState(cursor=self._reader.cursor, records=self._state.records + self._taken)
         self._taken, self._saved = 0, False
         self._save(problem="")

@@ -56,7 +56,7 @@ class SessionForm:
     With ``history`` "continue", later prompts contain the sampled tokens. With "template", the chat template renders
     every prompt completely, as in a deployed server. ``tools_refused`` is the reason why requests with tools are
     refused. It is empty if they are served. ``open_requests`` is the largest number of concurrent requests of a
-    session. ``told`` has the names of parameters that were already logged.
+    session. ``told`` has the names of logged parameters.
     """
 
     prompts: PromptMaker
@@ -75,7 +75,8 @@ class SessionForm:
 def tool_form(tokenizer: PromptTokenizer, *, as_text: bool) -> tuple[ToolUse, str]:
     """Returns the form of tools, and the reason why requests with tools are refused; empty if they are served.
 
-    A template without tools is not an error at the start of a run: only an agent's requests show whether it uses tools.
+    A template without tools is accepted at the start of a run, because only an agent's requests show whether it uses
+    tools.
     """
     try:
         if not as_text:

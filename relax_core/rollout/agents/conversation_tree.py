@@ -60,10 +60,10 @@ class TreePosition:
     """Holds the position of a request in the forest.
 
     ``place`` is the node after all messages of the request. ``nearest`` is the deepest sampled answer on the path, or
-    None. ``known`` is the answer that the prompt continues: it is ``nearest``, or None if a foreign message of the
-    assistant follows ``nearest``. ``rest`` is the text that the client has appended to the message of ``known``, and
-    ``tail`` are the messages after this message. ``foreign`` has assistant messages that differ from all sampled
-    answers at their node; each is reported only once.
+    None. ``known`` is the answer that the prompt continues: ``nearest``, or None if a foreign message of the assistant
+    follows ``nearest``. ``rest`` is the text that the client has appended to the message of ``known``, and ``tail`` are
+    the messages after this message. ``foreign`` has assistant messages that differ from all sampled answers at their
+    node; each is reported only once.
     """
 
     place: ConversationNode
@@ -140,7 +140,7 @@ class ConversationTree:
         return answer
 
     def withdraw(self, place: ConversationNode, answer: TreeAnswer) -> None:
-        """Removes an answer that was not sampled, so that the next equal request is a new request."""
+        """Removes an answer that was not sampled. The next equal request is then a new request."""
         place.answers.remove(answer)
         self.answers.remove(answer)
 

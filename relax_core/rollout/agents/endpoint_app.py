@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from relax_core.engines.asgi_server import Connection
 
 
-QUIET_S = 15.0  # seconds between comments in an idle stream, so that clients do not time out
+QUIET_S = 15.0  # seconds between comments in an idle stream, which prevent timeouts of clients
 RETRIES = b"x-stainless-retry-count"  # header in which OpenAI's and Anthropic's clients count the retries of a request
 MAX_BODY_BYTES = 16 << 20
 

@@ -112,7 +112,7 @@ async def _awaited(returned: Any) -> Any:
 def main() -> None:
     """Reads the settings, imports the env and answers requests until stdin ends."""
     pipe = OwnerPipe()
-    # An orphaned process of an env becomes a child of this process, so that the parent process finds and kills it.
+    # An orphaned process of an env becomes a child of this process. The parent process then finds and kills it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     settings = msgspec.msgpack.decode(pipe.read(), type=Settings)
     try:

@@ -39,8 +39,9 @@ class _Places:
 class EnvWorkers:
     """Holds ``config.workers`` worker processes with ``config.episodes_per_worker`` places per process.
 
-    A place is room for one open episode. A group gets places for all of its episodes at once, so that no two groups
-    wait for each other. The object must be used by one event loop. The output of the processes goes to ``log_file``.
+    A place is room for one open episode. A group gets places for all of its episodes at once. Otherwise two groups
+    could wait for each other. The object must be used by one event loop. The output of the processes goes to
+    ``log_file``.
     """
 
     def __init__(self, spec: EnvSpec, config: IsolatedConfig, *, log_file: Path | None = None) -> None:

@@ -153,7 +153,7 @@ def token_accounts(
             counts["dropped"] += sampled
     if tree is not None:
         _, rows = tree.tokens
-        assert np.bincount(rows).max(initial=0) <= 1, "each draw has rows of its own"
+        assert np.bincount(rows).max(initial=0) <= 1, "each draw has separate rows"
         stale = tree.versions[rows] < oldest_version
         mask = tree.loss_mask[rows]
         counts["trained"] = int((mask & ~stale).sum())
@@ -422,8 +422,8 @@ def _learn_last(chain: Chain, experts: np.ndarray | None, common: int) -> None:
 def _ended_at(chain: Chain, rows: int) -> Chain:
     """Returns a chain with the first ``rows`` rows of ``chain``; a longer ``chain`` is split after these rows.
 
-    ``chain`` keeps the later rows, so that existing positions stay valid. It becomes the first child of the returned
-    chain, so that a response's rows stay adjacent.
+    ``chain`` keeps the later rows, because existing positions must stay valid. It becomes the first child of the
+    returned chain, because a response's rows must stay adjacent.
     """
     if rows == len(chain.token_ids):
         return chain

@@ -1,7 +1,7 @@
 """Sends turns of several episodes in one engine request: all ready turns, or one turn of every episode.
 
 `SharedRequests` sends all turns that are ready, without waiting for more. `Lockstep` waits until every episode of a
-prompt batch has a ready turn, so that the requests of a run do not depend on timing.
+prompt batch has a ready turn. The requests of a run then do not depend on timing.
 """
 
 from __future__ import annotations

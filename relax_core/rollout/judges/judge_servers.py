@@ -70,7 +70,7 @@ class JudgeEngines:
 
     A prompt is one user message, and no text in this message becomes a special token. ``context_tokens`` is the largest
     number of tokens of a prompt with its answer. Prompts from one iteration of the event loop, such as the prompts of a
-    group, share a request, so that the engine computes them together.
+    group, share a request, and the engine computes them together.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class JudgeEngines:
         await self._send(self._ready.pop(temperature), temperature)
 
     async def _send(self, asked: Sequence[Asked], temperature: float) -> None:
-        """Sends one request; if an engine refuses it, sends each prompt alone, so that only refused prompts fail."""
+        """Sends one request; if an engine refuses it, sends each prompt separately, because only refused prompts must
+        fail."""
         params = SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=temperature,

@@ -48,7 +48,7 @@ class HangWatch:
     """Calls ``on_hang`` once, in a separate thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
     With ``shared``, concurrent calls share one interpreter: if n calls compute for a second, 1/n second is counted for
-    each call. Time in which all calls only wait and no answer ends is counted in full, but a wait shorter than
+    each call. If all calls only wait and no answer ends, the whole time is counted, but a wait shorter than
     `MIN_WAIT_S` is not a hang.
     """
 

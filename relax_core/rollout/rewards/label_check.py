@@ -57,7 +57,7 @@ class LabelCheck:
     """Collects data rows by the shapes of their labels, and scores one label of each shape.
 
     Only rewards with ``right_answers`` that are not async are checked. Isolated rewards are not checked for integer
-    labels, so that most data needs no worker process.
+    labels, so most data needs no worker process.
     """
 
     def __init__(self, choice: RewardChoice) -> None:

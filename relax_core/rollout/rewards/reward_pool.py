@@ -75,8 +75,8 @@ class RewardPool:
     Rewards that are not isolated have at most ``concurrency`` calls in flight. A plain function runs in threads. If a
     call takes only microseconds, the function runs in the event loop, because a thread would cost more than the call.
 
-    The child processes run in the sandbox. They run without it if ``config.sandbox`` is "none", or if the machine
-    cannot run the sandbox, which is logged. ``log_file`` receives the output of the processes. In the sandbox, the
+    The child processes run in the sandbox. They run without the sandbox if ``config.sandbox`` is "none", or if the
+    machine cannot run the sandbox (logged). ``log_file`` receives the output of the processes. In the sandbox, the
     processes may read the files of ``media_folder``. If a reward that is not isolated takes longer than
     ``config.timeout_s`` per answer, ``on_hang`` is called with an error in another thread, because such a call cannot
     be ended. Raises the ValueError of `RewardChoice`.

@@ -77,7 +77,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         yield problem
 
 
-_SAME = "The same number must give the same row in every process, so that a run can be resumed."
+_SAME = "The same number must give the same row in every process, because a run may be resumed."
 
 
 def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:

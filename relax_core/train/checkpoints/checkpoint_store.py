@@ -199,7 +199,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 class ValidCheckpoint:
     """Holds a checkpoint whose files all match their digests.
 
-    ``left`` has one sentence with the reason for each checkpoint that was skipped: newer ones and unreadable ones.
+    ``left`` has one sentence with the reason for each skipped checkpoint (newer or unreadable).
     """
 
     folder: Path

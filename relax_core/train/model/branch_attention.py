@@ -33,7 +33,7 @@ from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS, tree_starts
 # A run, or a run with its subtree, that has at least this many pairs gets a separate call without pads.
 _LONE_PAIRS = 2**17
 _JOINED_ROWS = 2**11  # Partial softmaxes are joined for this many rows at a time to bound memory.
-_CALL_BYTES = 2**23  # A call computes as many heads as fit into this many bytes of keys, to bound memory.
+_CALL_BYTES = 2**23  # The keys of the heads in one call fit into this number of bytes, to bound memory.
 _CALL_PAIRS = 2**13  # The overhead of one call, in pairs of rows.
 
 
@@ -211,7 +211,7 @@ class BranchPlan:
     def head_ranges(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
         """Yields the key heads of one call and the query heads that belong to them.
 
-        A call has as many heads as fit into `_CALL_BYTES` of keys, but at least one head for each thread of torch.
+        The keys of a call's heads fit into `_CALL_BYTES`, but a call has at least one head for each thread of torch.
         """
         rows = len(key) if self.key_order is None else len(self.key_order)
         most = max(_CALL_BYTES // (rows * key[0, 0].nbytes), torch.get_num_threads())
@@ -397,7 +397,8 @@ def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups runs into calls: a long run alone, other runs with runs of at least 3/4 of the call's longest run."""
+    """Groups runs into calls: a long run has a separate call; other runs share a call with runs of at least 3/4 of the
+    call's longest run."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     cuts, begin = [0], 0

@@ -101,7 +101,7 @@ class TreeGPTModel(GPTModel):
     def output_weight(self) -> Tensor:
         """Returns the padded output weight ``[vocab / tp, hidden]``.
 
-        If it is tied, it is the embedding, or the embedding's copy on another pipeline stage.
+        A tied output weight is the embedding, or the embedding's copy on another pipeline stage.
         """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()

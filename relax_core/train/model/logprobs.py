@@ -172,13 +172,13 @@ def head_outputs(
     """Returns the log-prob of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
 
     If requested, also returns the entropy and the log-probs of the tokens ``gather`` from the same logits. At most
-    ``[chunk_rows, vocab]`` floats of logits exist at the same time (three times as many if there are at most 2**16
-    logits). The result is differentiable once.
+    ``[chunk_rows, vocab]`` floats of logits exist at the same time (three times this number for at most 2**16 logits).
+    The result is differentiable once.
 
     ``gather`` is int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation`` it may contain -1
     for no token, which is treated as an excluded token. Gradients flow through all three outputs. The backward pass of
-    the entropy needs two buffers. Each buffer has half as many rows, so the bound of ``[chunk_rows, vocab]`` floats
-    applies to them, too (if ``chunk_rows`` is at least 2).
+    the entropy needs two buffers. Each of these buffers has half the rows, so the bound of ``[chunk_rows, vocab]``
+    floats holds for both together (if ``chunk_rows`` is at least 2).
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
     assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"

@@ -87,7 +87,7 @@ def _kernel() -> Callable[..., Any]:
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """Computes what FlexAttention computes, with a dense mask that it makes from the listed blocks and their rule.
+    """Computes the result of FlexAttention with a dense mask, made from the listed blocks and their rule.
 
     ``query`` is ``[1, heads, rows, dim]``, key and value are ``[1, groups, rows, dim]``.
     """

@@ -1,10 +1,10 @@
-"""Replays a trace of allocations by the rules of torch's caching allocator, which tells reserved from allocated bytes.
+"""Replays a trace of allocations by the rules of torch's caching allocator, and computes allocated and reserved bytes.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings and one stream. Sizes are multiples
-of 512 bytes. Blocks of up to 1 MiB come from segments of 2 MiB, larger blocks of less than 10 MiB from segments of
-20 MiB, and all others from segments of a multiple of 2 MiB. The smallest free block that is large enough is taken, and
-split if enough of it is left. A freed block merges with its free neighbours within the segment. Segments are not
-returned, except if the device is full: then all segments without a used block are.
+Source of the rules: c10/cuda/CUDACachingAllocator.cpp with its default settings and one stream. Sizes are multiples of
+512 bytes. Blocks of up to 1 MiB come from segments of 2 MiB, larger blocks of less than 10 MiB from segments of 20 MiB,
+and all others from segments of a multiple of 2 MiB. An allocation gets the smallest free block that is large enough.
+The block is split if enough of it remains. A freed block merges with its free neighbours within the segment. Segments
+are returned only if the device is full: then all segments without a used block are returned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIB = 1 << 20
 GRAIN = 512  # bytes
 SMALL = MIB  # the largest block of a small segment
 SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB
-ROUNDED = 2 * MIB  # sizes of segments of their own are multiples of it
+ROUNDED = 2 * MIB  # the size of a segment for a single large block is a multiple of this
 FREED = -1  # the size of an event that frees an allocation
 
 Event = tuple[int, int]  # The number of an allocation, and its bytes or `FREED`.
@@ -44,7 +44,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Holds the segments of a device with ``limit`` bytes, None if it is never full.
+    """Holds the segments of a device with ``limit`` bytes; None for a device that is never full.
 
     ``allocated`` and ``reserved`` are the current bytes of used blocks and of all segments; ``peak_allocated`` and
     ``peak_reserved`` are their maxima.
@@ -53,7 +53,7 @@ class CachingAllocator:
     def __init__(self, *, limit: int | None = None) -> None:
         self._limit = limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by whether the blocks are small, in `order`
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # small blocks and other blocks, in `order`
         self._used: dict[int, _Block] = {}
         self._made = 0
 

@@ -1,13 +1,13 @@
-"""Observes every operator of a rank on the ``meta`` device: it counts, and it answers where numbers are needed.
+"""Counts every operator of a rank on the ``meta`` device, and provides numbers for calls that need them.
 
 A tensor on ``meta`` has a shape and no numbers. Four kinds of calls need numbers:
 
-* What the host has put on the device stays known: row numbers, masks, counts. What is computed from known integers
-  alone is known again, and can be read back.
-* What the host reads and nobody knows (a loss, a norm, log-probs) is `UNKNOWN`, which is finite; an unknown bool is
-  True.
+* Numbers that the host has copied to the device stay known: row numbers, masks, counts. Results computed only from
+  known integers are also known, and can be read back.
+* If the host reads an unknown number (a loss, a norm, log-probs), it gets `UNKNOWN`, which is finite. An unknown bool
+  is True.
 * Routers distribute rows evenly over the experts: the sum of Megatron's routing map over its rows is an even share.
-* Other ranks do what this rank does: a gather of a known tensor is known, in as many copies as there are ranks.
+* Other ranks are assumed to behave like this rank: a gather of a known tensor returns one known copy for each rank.
 
 Memory is counted by storage, in multiples of 512 bytes like CUDA's allocator, from the first operator that returns it
 to the moment at which torch frees it. Each moment belongs to a phase (`Counting.during`). A change of the phase begins
@@ -38,7 +38,7 @@ META = "meta"
 UNKNOWN = 2.0  # A gradient norm above 1 is clipped, which is the more expensive case.
 KNOWN_ELEMENTS = 1 << 22  # Larger tensors are not kept on the host.
 _VALUE = "rehearsed_value"  # the attribute of a tensor whose numbers are known
-_MADE = {  # operators that make a tensor on the device from no other tensor of it
+_MADE = {  # operators that make a tensor on the device without an input tensor on the device
     aten._to_copy.default,
     aten.arange.default,
     aten.arange.start,
@@ -99,7 +99,7 @@ class SectionPeak:
 
 @dataclass(slots=True)
 class Messages:
-    """Counts the calls of one kind of collective in one group; ``bytes`` are what this rank sends (rings)."""
+    """Counts the calls of one kind of collective in one group; ``bytes`` are the bytes that this rank sends (rings)."""
 
     calls: int = 0
     bytes: int = 0
@@ -110,9 +110,9 @@ class Counting(TorchDispatchMode):
 
     ``flops`` maps a phase to floating-point operations. ``messages`` maps (phase, collective, group, ranks) to
     `Messages`; collectives of host tensors have groups that begin with "host". ``host_reads`` maps a phase to the
-    number of times at which the host waits for a number of the device: each read, and each event that the host waits
-    for after copies that do not wait themselves. ``operators`` counts all operators. ``events`` is the trace of
-    allocations for `CachingAllocator`, and ``marks`` are the blocks of layers in it.
+    number of times at which the host waits for a number of the device: each read, and each wait for an event after
+    asynchronous copies. ``operators`` counts all operators. ``events`` is the trace of allocations for
+    `CachingAllocator`, and ``marks`` are the blocks of layers in it.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Counting(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing is compiled here, and torch would wrap every call to turn compilation off."""
+        """Returns False: nothing is compiled here. Otherwise torch would wrap every call to turn compilation off."""
         return False
 
     def clear_counts(self) -> None:
@@ -160,7 +160,7 @@ class Counting(TorchDispatchMode):
     # -- Phases and categories ------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Gives the block the phase ``phase``; the phase before continues after it, in a new section."""
+        """Sets the phase of the block to ``phase``. After the block the previous phase continues in a new section."""
         before, self._block = self._block, phase
         self.switch(phase)
         try:
@@ -170,7 +170,7 @@ class Counting(TorchDispatchMode):
             self.switch(before)
 
     def switch(self, phase: str) -> None:
-        """Begins a section of ``phase``, which lasts until the next one or the end of the block of `during`."""
+        """Begins a section of ``phase``, which ends at the next section or at the end of the block of `during`."""
         self._phase, self._section = phase, SectionPeak()
         self.sections[len(self.sections), phase] = self._section
         self._note_peak()
@@ -242,7 +242,7 @@ class Counting(TorchDispatchMode):
             delattr(tensor, _VALUE)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Returns what the host sees if it reads a tensor of the device."""
+        """Returns the value that the host gets if it reads a tensor of the device."""
         found = self.value(tensor)
         if found is not None:
             return found.clone()
@@ -422,7 +422,7 @@ def _goes_to_host(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written_and_read(kind: str, args: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tensors that a collective writes and those that it sends."""
+    """Returns the tensors that a collective writes, and the tensors that it sends."""
     if kind in ("barrier", "monitored_barrier"):
         return [], []
     first = _tensors(args[0])

@@ -1,8 +1,8 @@
-"""Defines the counts of a rehearsed rank, and extrapolates them from two numbers of layers to the model's own.
+"""Defines the counts of a rehearsed rank, and extrapolates them from two short models to the model's number of layers.
 
-A rank's pass over a layer costs the same for every layer of one kind. Each count, and each section's peak, is therefore
-linear in the number of layers, and two short models determine it for a long one. The largest peak is the maximum of
-lines: it may be in another section than in the short models. The module imports no torch.
+All layers of one kind have the same cost. Each count, and each section's peak, is therefore linear in the number of
+layers, and two short models determine the count of a long model. The section with the largest peak may differ from the
+short models. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BETWEEN, PACK, EMBEDDING, LAYERS, HEAD = "between", "pack", "embedding and tower
 HEAD_BACKWARD, LAYERS_BACKWARD = "head backward", "layers backward"
 EMBEDDING_BACKWARD = "embedding and towers backward"
 PIPELINE, SUMS, REDUCE, OPTIMIZER = "pipeline", "sums", "reduce", "optimizer"
-ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
+ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that occur once per update; other phases belong to micro-batches
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,16 +41,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Returns what identifies it among the messages of a rank."""
+        """Returns the key that identifies these messages among the messages of a rank."""
         return self.phase, self.collective, self.group, self.ranks
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what a rank with ``layers`` layers did in one update.
+    """Holds the counts of one update of a rank with ``layers`` layers.
 
     ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``before`` are the bytes
-    in use when the update begins. ``reserved_by_step`` are the bytes that the caching allocator reserves beside them
-    during the update of the whole model; None if the short model's trace was not lengthened.
+    in use when the update begins. ``reserved_by_step`` are the further bytes that the caching allocator reserves during
+    the update of the whole model; None if the short model's trace was not lengthened.
     """
 
     layers: int
@@ -77,10 +77,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def extrapolated(short: Counts, longer: Counts, *, layers: int) -> Counts:
-    """Returns the counts of a rank with ``layers`` layers from those of two ranks with fewer layers.
+    """Returns the counts of a rank with ``layers`` layers, extrapolated from two ranks with fewer layers.
 
-    Fragments are not linear: the reserved bytes are those of the lengthened trace of ``longer``. Raises ValueError if
-    both ranks did not go through the same sections.
+    Fragmentation is not linear, so the reserved bytes come from the lengthened trace of ``longer``. Raises ValueError
+    if both ranks did not go through the same sections.
     """
     if [section.phase for section in short.sections] != [section.phase for section in longer.sections]:
         raise ValueError("the short models go through different sections, so the long one is not known")

@@ -54,10 +54,10 @@ _TIMED = {"pack": PACK, "pipeline": PIPELINE, "sums": SUMS, "reduce": REDUCE, "o
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """Describes the layers of a chunk: kinds repeat after ``layers`` layers, which are a unit.
+    """Describes the layers of a chunk: the kinds of layers repeat after ``layers`` layers, which form a unit.
 
     The whole model has ``whole`` units in a chunk. The trace of a shorter model is lengthened by repeating the unit
-    ``template``; None: the model has too few units for that, or all.
+    ``template``; None if the model has too few units, or all units.
     """
 
     layers: int
@@ -121,7 +121,7 @@ def rehearse(
 
 
 def _reserved(counting: Counting, units: Units, *, chunk: int) -> int | None:
-    """Returns the bytes that the step of the whole model reserves beside the state; None for a short model."""
+    """Returns the bytes that a step of the whole model reserves in addition to the state; None for a short model."""
     events, have = counting.events, chunk // units.layers
     if have != units.whole:
         if units.template is None:
@@ -137,7 +137,7 @@ def _reserved(counting: Counting, units: Units, *, chunk: int) -> int | None:
         if size != FREED:
             known.add(number)
             allocator.allocate(number, size)
-        elif number in known:  # What the step frees of the state stays reserved.
+        elif number in known:  # State that the step frees stays reserved.
             allocator.free(number)
     return allocator.peak_reserved
 
@@ -166,12 +166,12 @@ class RehearsedRank(MegatronBackend):
                     layer.register_forward_hook(partial(self._end_unit, index // unit, index == last))
 
     def load_weights(self, tensors: Iterable[Any]) -> None:
-        """Leaves the weights without numbers."""
+        """Loads nothing: weights on ``meta`` have no numbers."""
 
     def _load_main_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
     def name_state(self) -> None:
-        """Gives the memory of the state its categories; the optimizer's state must exist."""
+        """Assigns categories to the memory of the state; the optimizer's state must exist."""
         buffers = gradient_buffers(self.model_chunks)
         name = self._counting.name
         name(optimizer_tensors(self.optimizer), ADAM)  # In float32 these include the weights, which come last.
@@ -190,12 +190,12 @@ class RehearsedRank(MegatronBackend):
             yield
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
-        """Remembers the groups, whose tokens only the last stage counts, and runs them."""
+        """Stores the groups, because only the last stage counts their tokens, and runs them."""
         self._trained += groups
         super().accumulate(groups)
 
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> TreeBatch:
-        """Packs groups and tells the neighbouring stages their shape."""
+        """Packs groups and passes their shape to the neighbouring stages."""
         batch = super().pack(groups, rows=rows, trained_only=trained_only)
         ranks = parallel_state.get_context_parallel_world_size()
         if self._parallel.sequence_parallel:

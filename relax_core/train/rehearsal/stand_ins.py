@@ -1,9 +1,9 @@
-"""Stands in for what only a GPU or the other ranks have, so that one process without a GPU can run a rank's step.
+"""Replaces GPU kernels and other ranks, so one process without a GPU can run a rank's step.
 
 This is the only file of the rehearsal that uses private parts of torch, Megatron and the trainer:
 
-* GPU kernels that a build of torch for CPUs replaces by many operators. `FusedKernels` returns their results, keeps
-  what they keep for the backward pass, and counts their products.
+* GPU kernels that a build of torch for CPUs replaces by many operators. `FusedKernels` returns results of the same
+  shape, keeps the same tensors for the backward pass, and counts the products.
 * Shapes and numbers that come from other ranks: the pipeline's messages (`StageShapes`), the owners of weights.
 * A process group without other processes (`use_group_without_ranks`).
 """
@@ -50,7 +50,7 @@ def replace_gpu_parts(counting: Counting) -> None:
 
 
 class StageShapes:
-    """Answers which shape the neighbouring stages send: all stages pack the same micro-batches in the same order.
+    """Returns the shapes that the neighbouring stages send: all stages pack the same micro-batches in the same order.
 
     Megatron's stages exchange the shapes of their messages, and wait for them on the host.
     """
@@ -73,9 +73,8 @@ class StageShapes:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Computes RMSNorm and attention as the kernels of a GPU do, and gives the device the numbers of `torch.tensor`.
-
-    torch drops the numbers of a tensor that is made on META.
+    """Computes RMSNorm and attention like GPU kernels, and keeps the numbers of `torch.tensor`, which torch drops on
+    META.
     """
 
     def __init__(self, counting: Counting) -> None:
@@ -103,7 +102,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _run_backward(loss: Tensor) -> None:
-    """Runs autograd like `Tensor.backward` for a number, without the functions that torch overrides."""
+    """Runs autograd like `Tensor.backward` of a scalar, without the functions that torch overrides."""
     torch.autograd.Variable._execution_engine.run_backward(
         tensors=(loss,),
         grad_tensors=(torch.ones_like(loss),),
@@ -159,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _FlexKernel:
-    """Stands in for compiled FlexAttention, which computes the listed blocks."""
+    """Replaces compiled FlexAttention, which computes the listed blocks."""
 
     def __init__(self, counting: Counting) -> None:
         self._counting = counting

@@ -1,10 +1,10 @@
-"""Lengthens the trace of allocations of a short model to that of a model with more layers.
+"""Lengthens the allocation trace of a short model to the trace of a model with more layers.
 
 Layers of one kind allocate and free the same sizes in the same order. A trace is divided into blocks, one for each pass
-over each unit (the layers after which the kinds repeat). The block of an inner unit is the template: it is repeated for
-every unit that the longer model has more. An allocation is named by its block and its order from the block's end, so
-that a unit frees what the same unit or its neighbour allocated. What only the first unit allocates (a buffer that all
-layers share) comes before the results that its neighbour frees. The module imports no torch.
+over each unit (the layers after which the kinds repeat). The block of an inner unit is the template, which is repeated
+for each additional unit of the longer model. An allocation is identified by its block and its order from the block's
+end. A unit therefore frees the allocations of the same unit or its neighbour. Allocations of the first unit only (a
+buffer that all layers share) come before the results that its neighbour frees. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Block(NamedTuple):
     unit: int
 
 
-Mark = tuple[int, Block | None]  # The index of an event, and the block that begins with it; None: no layer.
+Mark = tuple[int, Block | None]  # The index of an event, and the block that begins with the event; None: no layer.
 _Name = tuple[Block, int] | int  # A block and the order in it, or the number of an allocation outside of the layers.
 
 
 def lengthened(
     events: Sequence[Event], marks: Sequence[Mark], *, units: int, template: int, wanted: int
 ) -> list[Event]:
-    """Returns the trace of a rank whose chunks have ``wanted`` units, from that of chunks with ``units``.
+    """Returns the trace of a rank with ``wanted`` units per chunk, from the trace of a rank with ``units`` units.
 
-    ``template`` is an inner unit. Raises ValueError if a unit would free an allocation of another size than the
-    template frees, so that the trace cannot be lengthened.
+    ``template`` is an inner unit. Raises ValueError if the trace cannot be lengthened, because a unit would free an
+    allocation with another size than the template frees.
     """
     assert 0 < template < units - 1 <= wanted - 1, "the template is an inner unit"
     return _Longer(list(_segments(events, marks)), template=template, more=wanted - units).events()
@@ -70,7 +70,7 @@ class _Longer:
         return self._made
 
     def _own(self, block: Block | None, own: Sequence[Event]) -> None:
-        """Names the allocations of a segment."""
+        """Assigns names to the allocations of a segment."""
         allocated = [(number, size) for number, size in own if size != FREED]
         for order, (number, size) in enumerate(allocated, start=-len(allocated)):
             self._owner[number] = number if block is None else (block, order)
@@ -81,7 +81,7 @@ class _Longer:
         return unit if unit < self._template else unit + self._more
 
     def _inside(self, block: Block, own: Sequence[Event], *, unit: int) -> None:
-        """Adds a block as that of ``unit`` of the longer model."""
+        """Adds a block as the block of ``unit`` of the longer model."""
         order = -sum(size != FREED for _, size in own)
         for number, size in own:
             if size != FREED:
