@@ -52,7 +52,7 @@ class GymnasiumEnv(BaseInteractionEnv):
         self._env = gymnasium.make(config.id, **arguments)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter supports only numbered actions.")
+            raise ValueError(f"env.id={config.id}: its actions are {space}. Only numbered actions are supported.")
         self._first, count = int(space.start), int(space.n)
         if config.actions and len(config.actions) != count:
             raise ValueError(

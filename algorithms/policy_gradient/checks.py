@@ -95,8 +95,8 @@ def _update_problems(config: PolicyGradientConfig) -> list[str]:
     if config.old_logprobs != "current" or config.mini_batches * config.epochs <= 1:
         return []
     return [
-        f"algo.old_logprobs=current with algo.mini_batches={config.mini_batches}, algo.epochs={config.epochs}: every "
-        "update would use its own weights as the old ones, so the ratio is always 1 and nothing is clipped. Use "
+        f"algo.old_logprobs=current with algo.mini_batches={config.mini_batches}, algo.epochs={config.epochs}: each "
+        "update would compare its weights with themselves, so the ratio would always be 1. Use "
         "algo.old_logprobs=rollout or actor_fwd."
     ]
 

@@ -22,8 +22,8 @@ def correction_problems(config: PolicyGradientConfig) -> list[str]:
         )
     if config.correction in F.CORRECTIONS and config.old_logprobs == "rollout":
         problems.append(
-            f"algo.correction={config.correction} with algo.old_logprobs=rollout: the engine's own log-probs are the "
-            "old ones, so there is nothing to correct. Use algo.old_logprobs=actor_fwd, or algo.correction=none."
+            f"algo.correction={config.correction} with algo.old_logprobs=rollout: the old log-probs are the "
+            "engine's log-probs, so no correction is needed. Use algo.old_logprobs=actor_fwd, or algo.correction=none."
         )
     if config.correction == "icepop" and config.correction_level != "token":
         problems.append(

@@ -94,8 +94,7 @@ class LoadedRun:
             return [_sample(history) for history in ledger.samples(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
-        """Returns the data ``what`` ("curves", "answers" or "samples") as a data frame. Raises ImportError without
-        pandas."""
+        """Returns ``what`` ("curves", "answers" or "samples") as a data frame."""
         try:
             import pandas
         except ImportError as error:

@@ -246,8 +246,7 @@ class LedgerFile:
         return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MAX_KINDS,)))
 
     def drops(self, *, after: int, restores: int) -> DroppedSamples:
-        """Returns the drops after event ``after``, or all drops if the number of rollbacks has changed from
-        ``restores``."""
+        """Returns the drops after event ``after``, or all drops if the number of rollbacks is not ``restores``."""
         now = self._database.execute("SELECT COUNT(*) FROM restores").fetchone()[0]
         after = after if now == restores else 0
         last = self._database.execute("SELECT IFNULL(MAX(id), 0) FROM events").fetchone()[0]

@@ -676,8 +676,8 @@ def check_media(group: Group, named: Container[str]) -> None:
     """Refuses a group with a media item without references; ``named`` contains the items with references."""
     if lost := [digest for digest in group.media if digest not in named]:
         raise ValueError(
-            f"bus: group {group.group_uid} places media item {lost[0]}, which nobody holds, so that its tensors may be "
-            "gone: hold an item until the groups that place it were put"
+            f"bus: group {group.group_uid} uses media item {lost[0]}, which has no holder, so its tensors may be "
+            "deleted: hold an item until all groups with the item are put"
         )
 
 

@@ -88,7 +88,7 @@ def _remove_body(client: GatewayClient, given: argparse.Namespace) -> dict[str, 
         return {"engine_urls": given.what, "force": given.force}
     present, gone = _present(client), _number(given)
     if gone >= len(present):
-        raise ValueError(f"remove {gone}: the run has {len(present)} engines, and the engines of its start cannot be removed")
+        raise ValueError(f"remove {gone}: the run has {len(present)} engines. Engines of its start cannot be removed.")
     return {"num_replicas": len(present) - gone, "force": given.force}
 
 

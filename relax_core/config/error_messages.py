@@ -28,7 +28,7 @@ from relax_core.config.schema_keys import known_keys, section_keys, section_type
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
-_NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are groups and keys of the run."
+_NO_PACKAGE = "its first line must be '# @package _global_', because its groups and keys are keys of the run."
 _TYPE_NAMES = {
     "Integer": "a whole number",
     "Float": "a number",

@@ -25,8 +25,8 @@ def turn_problems(config: RelaxConfig) -> Iterator[str]:
     env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
     if not env.state_keys and find_algorithm(config.algo.name).requirements(config.algo).state_keys:
         yield (
-            f"algo.credit=gigpo with env={env.name}, which gives no state_key, so that no turns of equal states can be "
-            "compared. Use algo.credit=episode, or an env whose SPEC has state_keys=True and whose steps give one."
+            f"algo.credit=gigpo with env={env.name}, which gives no state_key, so turns of equal states cannot be "
+            "compared. Use algo.credit=episode, or an env with state_keys=True in its SPEC and a key in each step."
         )
     if config.rollout.lockstep:
         yield from lockstep_problems(config, env)
@@ -61,8 +61,8 @@ def _interaction_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"env.max_observation_tokens={limit}: must be at least 1 token."
     if limit is not None and context is not None and limit > context:
         yield (
-            f"env.max_observation_tokens={limit} is above engine.context_length={context}, so an observation that is "
-            f"cut there leaves no room for an answer. Use {max(1, context // 4)}, or raise engine.context_length."
+            f"env.max_observation_tokens={limit} is above engine.context_length={context}, so an observation of "
+            f"this length leaves no room for an answer. Use {max(1, context // 4)}, or raise engine.context_length."
         )
     for key in ("step_timeout_s", "episode_timeout_s"):
         if not getattr(env, key) > 0:

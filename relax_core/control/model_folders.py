@@ -78,19 +78,19 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
         yield from _unlike_patches(teacher.vision, folder, student=student, key=key, family=config.model.family)
     if (difference := token_difference(student, folder)) is not None:
         yield (
-            f"{key}={folder}: its token ids differ from the token ids of the trained model, {student}: {difference}. A teacher "
-            "must have the student's tokenizer."
+            f"{key}={folder}: its token ids differ from those of the trained model, {student}: {difference}. "
+            "A teacher must have the student's tokenizer."
         )
     media = [media_token_ids(model_folder) for model_folder in (student, folder)]
     if media[0] != media[1]:
         yield (
-            f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
-            "roles skip the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
+            f"{key}={folder}: its media tokens are {media[1]}, but the trained model has {media[0]}. All roles skip "
+            "the same tokens, so a teacher needs the same media tokens in tokenizer.json and config.json."
         )
     sizes = [int(language_values(read_hf_config(model_folder))["vocab_size"]) for model_folder in (student, folder)]
     if top_k and sizes[0] != sizes[1]:
         yield (
-            f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "
+            f"{key}={folder}: config.json has vocab_size {sizes[1]}, the trained model has {sizes[0]}. With "
             "algo.form=topk_... they must be equal; algo.form=pure accepts this teacher."
         )
     if top_k > min(sizes):

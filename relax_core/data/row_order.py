@@ -133,7 +133,7 @@ class MixedSource:
             if not numbers:
                 raise ValueError(
                     f"data.mix={dict(mix)}: none of the {len(source)} rows for training has modality {name}; they have "
-                    f"{', '.join(there)}. Name only these modalities, or correct data.media_keys. The shares must sum to 1."
+                    f"{', '.join(there)}. Name only these (their shares sum to 1), or correct data.media_keys."
                 )
 
     def __len__(self) -> int:

@@ -26,8 +26,8 @@ ADAPTER_FILE = "adapter_config.json"  # a folder with this file has the weights 
 _REFUSED = {
     "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
     "Qwen3-Omni, with model=qwen3_omni.",
-    "qwen3_omni_moe_thinker": "the folder has the thinker alone. Use the published one, whose outer config.json says "
-    "qwen3_omni_moe and has it as thinker_config, so that exports can keep talker and code2wav.",
+    "qwen3_omni_moe_thinker": "the folder has only the thinker. Use the published folder, with model_type "
+    "qwen3_omni_moe, because exports also contain talker and code2wav.",
 }
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 

@@ -258,7 +258,7 @@ class _ReceiverThread:
         with self._wake:
             lost = [self._under_way, *(title for title, _ in self._waiting)] if self._thread.is_alive() else []
         if lost:
-            self._report(f"notify: {self._name} did not get these messages before the run's end: {', '.join(map(repr, lost))}")
+            self._report(f"notify: {self._name} did not get these messages: {', '.join(map(repr, lost))}")
 
     def _main(self) -> None:
         while True:

@@ -259,8 +259,7 @@ def _prompt_terms(prompt: str) -> _PromptTerms:
 
 
 def _value(number: str) -> str:
-    """Returns a number in a normal form; equal numbers have equal texts: 1,200.50 becomes 1200.5, and +0.5 becomes
-    .5."""
+    """Returns a number in a normal form: 1,200.50 becomes 1200.5, and +0.5 becomes .5."""
     sign = "-" if number[0] in "-−" else ""
     digits = number.lstrip("-+−").replace(",", "")
     if "." in digits:

@@ -170,8 +170,7 @@ class ComputedTrees:
         )
 
     def sums(self, numbers: np.ndarray) -> StepSums:
-        """Returns the micro-batch's part of the update's sums; ``numbers`` are the micro-batch's numbers, on the
-        host."""
+        """Returns the micro-batch's part of the update's sums; ``numbers`` are its numbers, on the host."""
         sums = counted_sums(self.trees)
         sums.rows = sum(tree.computed_rows for tree in self.trees)
         sums.loss, *pairs = numbers.tolist()

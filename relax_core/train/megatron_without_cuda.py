@@ -255,8 +255,7 @@ class _DeviceCalls(ast.NodeTransformer):
 
 
 def compile_without_cuda(source: bytes, filename: str, *, target: str) -> CodeType:
-    """Compiles one module of Megatron for the torch device type ``target``; line numbers are the line numbers of the
-    source."""
+    """Compiles one module of Megatron for the torch device type ``target``, with the source's line numbers."""
     tree = ast.parse(source, filename)
     if b"cuda" in source or b"pin_memory" in source:
         _DeviceCalls(target).visit(tree)

@@ -134,7 +134,7 @@ def test_engines_are_shown_added_and_taken_out(
         (["add", "0"], "name how many engines"),
         (["add", "many"], "name how many engines"),
         (["add", "100"], "is the largest number of engines"),
-        (["remove", "1"], "those of its start stay"),
+        (["remove", "1"], "Engines of its start cannot be removed"),
         (["remove", "engine-0"], "is an engine of the start"),
         (["remove", "engine-9"], "is not an engine of this run"),
         (["cancel"], "name one order"),

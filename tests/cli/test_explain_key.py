@@ -28,7 +28,7 @@ def test_a_key_has_value_type_range_place_and_class(capsys: pytest.CaptureFixtur
     assert (REPOSITORY / "conf" / "config.yaml").read_text().splitlines()[line - 1].startswith("  lr: ")
     assert printed["class"] == "OptimizerConfig in relax_core/config/schema.py"
     assert explained(capsys, "algo.clip_high")["class"] == "ClipConfig in algorithms/policy_gradient/config.py"
-    assert explained(capsys, "run.epochs")["range"] == "more than 0 (null leaves run.steps as it is)"
+    assert explained(capsys, "run.epochs")["range"] == "more than 0 (null does not change run.steps)"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_another_family_teaches_where_it_is_known(student_copy: Path, student: P
 def test_another_tokenizer(student_copy: Path, student: Path) -> None:
     swap_two_tokens(student_copy)
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
-    assert "its token ids are not those of the model that learns" in text
+    assert "its token ids differ from those of the trained model" in text
     assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
     # The built-in student is made first. The check then finds the problem with this student.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
@@ -97,7 +97,7 @@ def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(student_co
     change(student_copy / "config.json", vocab_size=64)
     keys = ["algo=distill", f"algo.teachers.default={student_copy}"]
     assert teacher_folders(load_config(keys), student=student) == {"default": student_copy}
-    with pytest.raises(ValueError, match="vocab_size 64, the model that learns has"):
+    with pytest.raises(ValueError, match="vocab_size 64, the trained model has"):
         teacher_folders(load_config([*keys, "algo.form=topk_jsd"]), student=student)
     with pytest.raises(ValueError, match=r"algo.top_k=5000: the vocabulary has \d+ tokens"):
         teacher_folders(load_config(["algo=distill", "algo.form=topk_jsd", "algo.top_k=5000"]), student=student)
@@ -127,7 +127,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     rows.write_text("\n" + "".join(json.dumps(line) + "\n" for line in lines))
     keys = ("data=file", f"data.path={rows}", "model.task=reverse_digits", "data.eval_size=256", "eval.rows=10")
     # The run trains on 300 - 256 rows. The file's first line is blank.
-    line = f"row 41: {rows}, line 43: source='art' is none of the teachers: default."
+    line = f"row 41: {rows}, line 43: source='art' is not a teacher: default."
     config = load_config(["algo=distill", *keys, "algo.teacher_key=source"], checks=CHECKS)
     assert [text[: len(line)] for text in summarize_data(config).named] == [line]
     (text,) = problems(*keys, "algo.teacher_key=source", "data.max_bad_rows=0")
@@ -152,10 +152,10 @@ def test_a_teacher_with_other_media_tokens(student_copy: Path, student: Path) ->
     change(student_copy / "config.json", image_token_id=30)
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
     assert (
-        f"algo.teachers.default={student_copy}: its media tokens are [30], those of the model that learns are []"
+        f"algo.teachers.default={student_copy}: its media tokens are [30], but the trained model has []"
         in text
     )
-    assert "so a teacher must name the same ones in tokenizer.json and config.json" in text
+    assert "so a teacher needs the same media tokens in tokenizer.json and config.json" in text
 
 
 def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_file_without_rows_or_with_too_few_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows.jsonl: it has no rows"):
         _file_source(str(path))
     path.write_bytes(GOOD)
-    with pytest.raises(ValueError, match=r"data.eval_size=4: .* has 1 rows, none is left"):
+    with pytest.raises(ValueError, match=r"data.eval_size=4: .* has 1 rows, and no row remains"):
         _file_source(str(path))
 
 

@@ -175,7 +175,7 @@ CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"arguments": {}}]', "has no name"),
         ("mistral", '[TOOL_CALLS]f[ARGS]{bad}[TOOL_CALLS]f[ARGS]{"a": 1}', "is not JSON"),
         ("pythonic", "[f(a=1), f(2)]", "all arguments by name"),
-        ("pythonic", "[f(a=1), f(a=open('x'))]", "is no constant"),
+        ("pythonic", "[f(a=1), f(a=open('x'))]", "is not a constant"),
         ("pythonic", "[f(a=1), 3]", "name(key=value)"),
     ],
 )
@@ -229,7 +229,7 @@ def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> No
         ("qwen3_coder", "<tool_call><function=f>x=1</function></tool_call>", "<parameter=KEY>"),
         ("llama3_json", '{"name": "f", "parameters": {', "is not JSON"),
         ("pythonic", "[f(1)]", "all arguments by name"),
-        ("pythonic", "[f(a=open('x'))]", "argument a of a tool call is no constant"),
+        ("pythonic", "[f(a=open('x'))]", "argument a of a tool call is not a constant"),
         ("pythonic", "[f(a=1", "is not Python"),
         ("hermes", '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>', "has the key 'args'"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "has both"),

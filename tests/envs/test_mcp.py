@@ -247,7 +247,7 @@ def test_two_tools_of_one_name_get_the_name_of_their_server(odd: str) -> None:
         (McpServer(command="python 'x"), "No closing quotation"),
         (McpServer(url="localhost:1"), r"env\.servers\.a\.url=localhost:1: write http"),
         (McpServer(command="python x {port}"), r"\{port\} stands in one of command and url"),
-        (McpServer(command="python x", cwd="/nowhere"), r"env\.servers\.a\.cwd=/nowhere is no folder"),
+        (McpServer(command="python x", cwd="/nowhere"), r"env\.servers\.a\.cwd=/nowhere is not a folder"),
     ],
 )
 def test_a_server_that_makes_no_sense_is_refused(server: McpServer, message: str) -> None:

@@ -78,7 +78,7 @@ def test_the_option_is_named_where_another_was_chosen(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "qwen2_5_omni"}, "Qwen2.5-Omni.*Use a folder of Qwen3-Omni, with model=qwen3_omni"),
-        ({"model_type": "qwen3_omni_moe_thinker"}, "the thinker alone.*outer config"),
+        ({"model_type": "qwen3_omni_moe_thinker"}, "only the thinker.*published folder"),
         ({"thinker_config": None}, "config.json has no text_config, which family qwen3_omni_moe needs"),
     ],
 )

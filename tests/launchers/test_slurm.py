@@ -65,7 +65,7 @@ def test_a_dry_run_needs_no_slurm_and_without_slurm_nothing_is_made(
     assert capsys.readouterr().out.startswith("#!/bin/bash")
     assert main(overrides) == 2
     refused = capsys.readouterr().err
-    assert refused == "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"
+    assert refused == "relax: launcher=slurm: this machine has no sbatch. Submit on a login node of the cluster.\n"
     assert list(tmp_path.iterdir()) == []
 
 

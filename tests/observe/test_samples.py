@@ -242,9 +242,9 @@ def test_tokens_behind_a_link_or_damaged_are_not_read(tmp_path: Path) -> None:
         made_tree(tmp_path / "run", row)
     tokens.rename(tmp_path / "elsewhere")
     tokens.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TokensRemoved, match="no plain file"):
+    with pytest.raises(TokensRemoved, match="not a plain file"):
         made_tree(tmp_path / "run", row)
-    with pytest.raises(TokensRemoved, match="no name of a file of samples"):
+    with pytest.raises(TokensRemoved, match="not a name of a file of samples"):
         made_tree(tmp_path / "run", row | {"made_file": "../elsewhere"})
 
 

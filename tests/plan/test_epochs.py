@@ -44,7 +44,7 @@ def test_without_epochs_steps_are_what_they_are() -> None:
 
 @pytest.mark.parametrize("epochs", ["0", "-1", "nan"])
 def test_epochs_that_make_no_sense(epochs: str) -> None:
-    with pytest.raises(ConfigError, match=r"run.epochs=.*: must be more than 0. null leaves run.steps as it is"):
+    with pytest.raises(ConfigError, match=r"run.epochs=.*: must be more than 0. null does not change run.steps"):
         load_config([f"run.epochs={epochs}"], checks=CHECKS, settle=settle)
 
 

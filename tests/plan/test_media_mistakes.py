@@ -217,7 +217,7 @@ def another_omni(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (thinker_alone, ("the folder has the thinker alone. Use the published one, whose outer config.json",)),
+        (thinker_alone, ("the folder has only the thinker. Use the published folder, with model_type",)),
         (another_omni, ("Qwen2.5-Omni has other towers", "Use a folder of Qwen3-Omni, with model=qwen3_omni.")),
         (dict, ("config.json describes talker, and no file has its weights", "Fetch the folder again, or set")),
     ],

@@ -277,6 +277,6 @@ def score_isolated(pool: RewardPool, count: int) -> None:
             given_ = RewardInput(response=response, stopped=True, answer=answer, row=row)
             (output,) = asyncio.run(pool.score([given_]))
             assert output.reward is None or 0 <= output.reward <= 1
-            assert "Traceback" not in output.reason and "no instruction of" not in output.reason
+            assert "Traceback" not in output.reason and "not an instruction of" not in output.reason
 
     score_all()

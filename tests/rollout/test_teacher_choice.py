@@ -27,8 +27,8 @@ def test_the_column_chooses() -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"source": "art"}, "data row 3: source='art' is none of the teachers: math, code. Add algo.teachers.art="),
-        ({"source": 7}, "data row 3: source=7 is none of the teachers"),
+        ({"source": "art"}, "data row 3: source='art' is not a teacher: math, code. Add algo.teachers.art="),
+        ({"source": 7}, "data row 3: source=7 is not a teacher"),
         ({"prompt": "?"}, "data row 3: no key 'source', which algo.teacher_key names; its keys are prompt."),
     ],
 )

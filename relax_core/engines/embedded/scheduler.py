@@ -307,8 +307,7 @@ class Scheduler(threading.Thread):
         return not self._running and not self._waiting.is_ready(self.version)
 
     def _admit(self) -> None:
-        """Prefills waiting prompts that may run under the current version, in the queue's order, until the slots are
-        full."""
+        """Prefills waiting prompts that may run under the current version, in order, until the slots are full."""
         if self.version == NOTHING_ATTESTED:
             return
         fits = self._decoder.fits

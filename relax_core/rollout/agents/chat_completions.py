@@ -177,8 +177,8 @@ def refuse_format(wanted: Mapping[str, Any] | None, key: str) -> None:
     """Raises `RequestRefused` for a response format other than text."""
     if wanted is not None and wanted.get("type", "text") != "text":
         raise refused(
-            f"{key}.type={str(wanted.get('type'))[:80]!r}: a forced form changes the distribution that is trained; "
-            "say in the prompt what the answer should look like",
+            f"{key}.type={str(wanted.get('type'))[:80]!r}: a forced form changes the trained distribution; "
+            "describe the form of the answer in the prompt",
             code="unsupported_parameter",
         )
 

@@ -247,8 +247,8 @@ def check_request(request: TurnRequest) -> None:
         raise refused(f"max_tokens={request.max_tokens}: give 1 or more, or leave it out")
     if messages[-1].role == "assistant":
         raise refused(
-            "messages: the last message is an assistant message. An answer that the client begins is not sampled; end with a "
-            "message of the user or the result of a tool"
+            "messages: the last message is an assistant message. An answer that the client begins is not sampled; end "
+            "with a message of the user or the result of a tool"
         )
     _check_results(messages)
     names = [tool["function"]["name"] for tool in request.tools]

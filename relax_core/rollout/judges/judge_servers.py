@@ -134,8 +134,7 @@ class JudgeEngines:
         await self._send(self._ready.pop(temperature), temperature)
 
     async def _send(self, asked: Sequence[Asked], temperature: float) -> None:
-        """Sends one request; if an engine refuses it, sends each prompt separately, because only refused prompts must
-        fail."""
+        """Sends one request. If an engine refuses it, sends each prompt separately."""
         params = SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=temperature,

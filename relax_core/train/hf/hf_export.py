@@ -59,7 +59,7 @@ def export_hf_folder(
 
     ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. A tensor
     is written in ``dtype``. If ``dtype`` is None, it is written in the tensor's floating-point dtype in
-    ``source_folder``, or in ``own_dtype`` if ``source_folder`` lacks the tensor. The tensors of ``source_folder`` with
+    ``source_folder``, or in ``own_dtype`` if there is no such dtype. The tensors of ``source_folder`` with
     a name that begins with one of ``copied_prefixes`` follow. They are copied in pieces and unchanged. A file holds at
     most ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings, the output weight is left out, as in
     transformers. The new config.json names ``dtype``. The write is atomic. With ``replace`` an older folder is

@@ -397,8 +397,7 @@ def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups runs into calls: a long run has a separate call; other runs share a call with runs of at least 3/4 of the
-    call's longest run."""
+    """Groups runs of similar length into calls. A long run has a separate call."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     cuts, begin = [0], 0

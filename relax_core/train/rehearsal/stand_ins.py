@@ -73,9 +73,7 @@ class StageShapes:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Computes RMSNorm and attention like GPU kernels, and keeps the numbers of `torch.tensor`, which torch drops on
-    META.
-    """
+    """Computes RMSNorm and attention like GPU kernels. Keeps the numbers of `torch.tensor`, which META drops."""
 
     def __init__(self, counting: Counting) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def test_wrong_calls_are_refused(make_bus: MakeBus, folder: Path) -> None:
     item, _ = make_item(folder, 1)
     large, _ = make_item(folder, 2, height=56)
     first, second = bus.admit(2, timeout_s=T)
-    with pytest.raises(ValueError, match=f"places media item {item.digest}, which nobody holds"):
+    with pytest.raises(ValueError, match=f"uses media item {item.digest}, which has no holder"):
         bus.put([make_row(first, columns=media_columns([item]))], timeout_s=T)
     assert bus.hold(held(item, large), timeout_s=T) == []
     with pytest.raises(ValueError, match=rf"bytes, {large.nbytes} of them in media items, the largest group has 4096"):
