@@ -165,7 +165,7 @@ class Journal:
         )
 
     def roll_back(self, position: int) -> None:
-        """Restores the events that were in force at ``position``, an earlier value of the attribute `position`.
+        """Restores the events that were valid at ``position``, an earlier value of the attribute `position`.
 
         The restore gets the next id, and later events get higher ids.
         """
@@ -306,7 +306,7 @@ class Journal:
 
 
 def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ids of the events in force at ``position`` as spans (after, up to), newest first.
+    """Returns the ids of the valid events at ``position`` as spans (after, up to), newest first.
 
     ``restores`` lists (id of the restore, restored position), in order. Events after a restore follow the restored
     position.

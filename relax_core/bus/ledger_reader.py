@@ -49,7 +49,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Holds all events of a sample, in order.
 
-    ``state`` is the kind of the last event in force, such as "trained", "dropped" or "put"; "undone" if all are undone.
+    ``state`` is the kind of the last event that is not undone, such as "trained", "dropped" or "put", or "undone".
     """
 
     uid: str
@@ -141,8 +141,8 @@ class LedgerFile:
     def samples(self, filters: Mapping[str, str | int]) -> list[SampleHistory]:
         """Returns the samples with an event that matches all ``filters``, in order of issue.
 
-        The keys of ``filters`` are in `FILTERS`. Empty ``filters`` match all samples. With ``step`` or ``reason``, only
-        events in force can match; else undone events can match, too.
+        The keys of ``filters`` are in `FILTERS`. Empty ``filters`` match all samples. With ``step`` or ``reason``,
+        undone events do not match.
         """
         where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters) or "TRUE"
         values = tuple(filters.values())
@@ -242,7 +242,7 @@ class LedgerFile:
         return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def event_counts(self) -> dict[str, int]:
-        """Counts the events in force by kind, for at most `MAX_KINDS` kinds."""
+        """Counts the events by kind, without undone events, for at most `MAX_KINDS` kinds."""
         return dict(self._rows("SELECT event, COUNT(*) FROM events GROUP BY event LIMIT ?", (MAX_KINDS,)))
 
     def drops(self, *, after: int, restores: int) -> DroppedSamples:
@@ -259,8 +259,8 @@ class LedgerFile:
     def lives(self, *, step: int, from_s: float, to_s: float) -> list[SampleLife]:
         """Returns the samples that ended at a train step, in order of issue.
 
-        ``from_s`` is a time before the samples were issued, and ``to_s`` is the end of the step. Only events in force
-        are read.
+        ``from_s`` is a time before the samples were issued, and ``to_s`` is the end of the step. Undone events are not
+        read.
         """
         low, high = self._first_at(from_s), self._first_at(to_s + AFTER_S)
         rows = list(

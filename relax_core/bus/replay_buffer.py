@@ -274,7 +274,7 @@ class ReplayBuffer:
         return self.settings.groups_per_step - leased
 
     def credits(self) -> int:
-        """Returns how many more groups may start with the weights in force (docs/rollout.md)."""
+        """Returns how many more groups may start with the current weights (docs/rollout.md)."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 
@@ -435,7 +435,7 @@ class OpenGroup:
         return self.complete is None
 
     def ready_from(self, version: int) -> int:
-        """Returns the first weight version at which the group can be trained. ``version`` is the version in force."""
+        """Returns the first weight version at which the group can be trained. ``version`` is the current version."""
         return self.admission.min_version if self.in_flight else version
 
     @property
@@ -638,7 +638,7 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
 def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
     """Refuses a group with samples or versions that contradict its admission.
 
-    ``issued`` lists the sample uids of the admission. ``version`` is the version in force. ``version + 1`` is allowed,
+    ``issued`` lists the sample uids of the admission. ``version`` is the current version. ``version + 1`` is allowed,
     too, because an engine may get the next version before the trainer's ack of the step.
     """
     named = [*group.uids, *group.dropped]

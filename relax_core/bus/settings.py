@@ -72,7 +72,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_groups(self) -> int:
-        """Returns the limit of unfinished groups that may start with the weights in force (docs/rollout.md)."""
+        """Returns the limit of unfinished groups that may start with the current weights (docs/rollout.md)."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

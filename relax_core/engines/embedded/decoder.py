@@ -151,7 +151,7 @@ class SlotTable:
         self.position = np.zeros(capacity, dtype=np.int64)  # the column that the newest token will get in the cache
         self.rotary_shift = np.zeros(capacity)  # offset from a new token's column to its rotary position
         self.columns = np.zeros(capacity, dtype=np.int64)  # maximum number of KV columns of the sample
-        self.fresh = np.zeros(capacity, dtype=bool)  # True if the weights in force computed the whole cache of the slot
+        self.fresh = np.zeros(capacity, dtype=bool)  # True if the current weights computed the whole cache of the slot
         self._token = np.zeros(capacity, dtype=np.int64)  # the newest token
         self._key = np.zeros(capacity, dtype=np.uint64)
         self._length = np.zeros(capacity, dtype=np.int64)  # generated tokens
@@ -615,7 +615,7 @@ class Decoder:
     def forget(self) -> None:
         """Drops all data that outlives a sample: kept prefixes and features of media items.
 
-        The prefixes of running samples will not be kept, either, because other weights may be in force when the samples
+        The prefixes of running samples will not be kept, either, because the weights may have changed when the samples
         end.
         """
         self.prefixes.forget()

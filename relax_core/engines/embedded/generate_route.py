@@ -173,7 +173,7 @@ def _finish_reason(news: Progress) -> dict[str, Any] | None:
 async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Receive, send: Send) -> None:
     """Scores the request's tokens and sends a JSON reply.
 
-    Raises HttpError 409 if the requested weights are not in force, and 500 if the weights yield non-finite logits.
+    Raises HttpError 409 if the requested weights are not active, and 500 if the weights yield non-finite logits.
     """
     if scheduler.version == NOTHING_ATTESTED or scheduler.version < request.min_version:
         raise HttpError(

@@ -239,7 +239,7 @@ BLOCK = 32  # minimum tokens of a common prefix: for fewer tokens, finding and c
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPrefix:
-    """Holds the keys, values and states of one sequence under the weights in force.
+    """Holds the keys, values and states of one sequence under the current weights.
 
     ``token_ids`` is int64 ``[tokens]``. ``media`` has the sequence's media items with their positions. ``kv`` is
     ``[layers, 2, kv_heads, tokens, head_dim]``. ``states`` are the states after the last token, for a model with a
@@ -283,7 +283,7 @@ class FoundPrefix:
 class PrefixStore:
     """Keeps up to ``tokens`` tokens of prefixes. Drops the least recently used prefixes.
 
-    All kept prefixes come from the weights in force: call `forget` before other weights are in force. A state uses the
+    All kept prefixes come from the current weights: call `forget` before the weights change. A state uses the
     capacity of ``state_tokens`` tokens (0 for a model without states). With states, only complete prefixes can be used,
     because states exist only at the end of a prefix.
     """

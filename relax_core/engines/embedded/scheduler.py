@@ -160,7 +160,7 @@ class Scheduler(threading.Thread):
         return future
 
     def score(self, items: Sequence[ScoreItem]) -> Future[tuple[int, list[Scores]]]:
-        """Scores given tokens. The future's result is (version of the weights in force, scores)."""
+        """Scores given tokens. The future's result is (version of the current weights, scores)."""
         return self.post(lambda: (self.version, self._decoder.score(items)))
 
     def submit(self, groups: Sequence[Waiting]) -> None:
@@ -201,7 +201,7 @@ class Scheduler(threading.Thread):
         self._pause = None
 
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
-        """Runs ``copy`` and puts ``version`` in force. Returns the stall of decoding in milliseconds.
+        """Runs ``copy`` and activates ``version``. Returns the stall of decoding in milliseconds.
 
         Running samples continue with their cache. Samples with states are prefilled again, because their states come
         from the old weights. Features of media items and kept prefixes are dropped.
@@ -217,7 +217,7 @@ class Scheduler(threading.Thread):
         return 1e3 * (time.perf_counter() - start)
 
     def forget_weights(self) -> None:
-        """Ends all samples and a pause. No sample runs until `replace_weights` puts a version in force."""
+        """Ends all samples and a pause. No sample runs until `replace_weights` activates a version."""
         self.abort(lambda sample: True)
         self.resume()
         self.resume_memory()

@@ -29,10 +29,10 @@ _CHUNK_ELEMENTS = 1 << 23  # maximum logits that are sampled together; their flo
 
 
 class NonFiniteLogits(RuntimeError):
-    """Reports that the weights in force yield NaN: the samples in ``slots`` cannot be sampled or scored."""
+    """Reports that the current weights yield NaN: the samples in ``slots`` cannot be sampled or scored."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
-        super().__init__("the weights in force yield logits that are not finite")
+        super().__init__("the current weights yield logits that are not finite")
         self.slots = slots
 
 

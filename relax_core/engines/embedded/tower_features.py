@@ -1,4 +1,4 @@
-"""Computes the features of images, videos and sounds with the towers, and caches them for the weights in force."""
+"""Computes the features of images, videos and sounds with the towers, and caches them for the current weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MediaFeatures:
     """Computes and caches the features of items. A cached item does not pass the towers again.
 
     ``vision`` and ``audio`` are the towers' modules. Features are cached by digest, up to ``limit`` bytes; the least
-    recently used features are dropped first. When other weights are in force, call `forget` to drop all features.
+    recently used features are dropped first. When the weights change, call `forget` to drop all features.
     ``passes`` counts the items that have passed the towers. Items of one request pass together, up to `PASS_PATCHES`
     patches. A tower does not attend across items. Other items in a pass can therefore change an item's features only by
     rounding; the features of a sound do not change at all.
@@ -82,7 +82,7 @@ class MediaFeatures:
         return [self._of_sequence(length, media, found) if media else None for length, media in sequences]
 
     def of_items(self, items: Sequence[MediaItem]) -> Mapping[str, ItemFeatures | MediaGone]:
-        """Returns the features of distinct items under the weights in force, by digest; for a lost item, the error."""
+        """Returns the features of distinct items under the current weights, by digest; for a lost item, the error."""
         found: dict[str, ItemFeatures | MediaGone] = {}
         tensors: dict[str, Mapping[str, np.ndarray]] = {}
         for item in items:

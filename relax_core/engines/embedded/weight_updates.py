@@ -1,7 +1,7 @@
 """Loads new weights into the embedded engine from shared memory, a folder, or gloo broadcasts; never from a pickle.
 
 Bytes are read and checked outside the decode thread, which stops only for the copy into the model. If the digest of a
-version differs, the previous version stays in force.
+version differs, the previous version stays active.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class WeightUpdates:
-    """Loads new weights and puts them in force, one update at a time.
+    """Loads new weights and activates them, one update at a time.
 
-    Each method implements one route. If a method raises HttpError 400 or 409, the weights in force are unchanged.
+    Each method implements one route. If a method raises HttpError 400 or 409, the current weights are unchanged.
     """
 
     def __init__(self, weights: FusedWeights, scheduler: Scheduler) -> None:
@@ -47,14 +47,14 @@ class WeightUpdates:
         self._groups: dict[str, WeightGroup] = {}
         self._joining: set[str] = set()
         self._calls = CallQueues()  # one queue for each group
-        self._digest = ""  # digest of the weights in force; empty if the sender gave no digest
-        self._frozen = ""  # digest of the frozen tensors in force; empty without frozen tensors
+        self._digest = ""  # digest of the current weights; empty if the sender gave no digest
+        self._frozen = ""  # digest of the current frozen tensors; empty without frozen tensors
         self._frozen_names: frozenset[str] = frozenset()
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
         """Maps the published file, checks its digests, and serves the version.
 
-        Also reads the frozen tensors, if their digest differs from the digest of the frozen tensors in force.
+        Also reads the frozen tensors, if their digest differs from the digest of the current frozen tensors.
         """
         async with self._lock:
             if self._is_in_force(manifest.version, manifest.digest):
@@ -120,7 +120,7 @@ class WeightUpdates:
             return await self._apply(checked, version, digest)
 
     async def rename(self, version: int) -> dict[str, Any]:
-        """Changes the version number of the weights in force."""
+        """Changes the version number of the current weights."""
         async with self._lock:
             if self._scheduler.version == NOTHING_ATTESTED:
                 raise HttpError(400, f"new_version={version}: no weights are loaded yet; send weights first")
@@ -190,9 +190,9 @@ class WeightUpdates:
             raise HttpError(400, f"{fault}; send the model's own tensors")
 
     def _is_in_force(self, version: int, digest: str) -> bool:
-        """Returns whether these weights are already in force: trainer and engine owner may push the same version.
+        """Returns whether these weights are already active: trainer and engine owner may push the same version.
 
-        Raises HttpError 409 for a published version that is older than the version in force.
+        Raises HttpError 409 for a published version that is older than the current version.
         """
         if digest and version < self._scheduler.version:
             raise HttpError(409, f"weights version {version} is older; {self._kept()}")

@@ -364,7 +364,7 @@ class EngineClient:
         return True
 
     def model_info(self) -> dict[str, Any]:
-        """Returns ``weight_version``, the version in force, and ``model_path``."""
+        """Returns ``weight_version``, the current version, and ``model_path``."""
         info = self._call("GET", "/model_info", needs=ModelInfo)
         return {**info, "weight_version": str(self._version_of(info["weight_version"]))}
 
