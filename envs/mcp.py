@@ -112,7 +112,7 @@ def _offered(config: McpConfig) -> dict[str, _Offered]:
             except TimeoutError:
                 asking.cancel()
                 raise ValueError(
-                    f"env.servers: they did not list their tools within env.step_timeout_s={config.step_timeout_s:g}."
+                    f"env.servers: the servers listed no tools within env.step_timeout_s={config.step_timeout_s:g}."
                 ) from None
             except RuntimeError as error:
                 raise ValueError(f"env.servers: {error}") from error
@@ -148,7 +148,7 @@ def check(config: McpConfig) -> None:
         if server.url and not server.url.startswith(("http://", "https://")):
             raise ValueError(f"{key}.url={server.url}: write http://HOST:PORT/PATH.")
         if (PORT in server.url) != (PORT in server.command):
-            raise ValueError(f"{key}: {PORT} stands in one of command and url. Write it in both, or a port in both.")
+            raise ValueError(f"{key}: only one of command and url has {PORT}. Write it in both, or a port in both.")
         if server.cwd is not None and not os.path.isdir(server.cwd):
             raise ValueError(f"{key}.cwd={server.cwd} is not a folder.")
         if server.command:

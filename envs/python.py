@@ -109,8 +109,8 @@ def check(config: PythonConfig) -> None:
         raise ValueError(f"env.sandbox={config.sandbox}: use {' or '.join(SANDBOXES)}.")
     if config.step_timeout_s <= LIMITS.wall_s:
         raise ValueError(
-            f"env.step_timeout_s={config.step_timeout_s:g}: the code of a response has {LIMITS.wall_s:g} s, and this "
-            "limit must be shorter, because reaching it is the model's mistake. Raise env.step_timeout_s."
+            f"env.step_timeout_s={config.step_timeout_s:g}: must be above {LIMITS.wall_s:g} s, the time limit of "
+            "the code of a response. Raise env.step_timeout_s."
         )
     if config.sandbox == "bwrap":
         try:

@@ -176,7 +176,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
         try:
             media_token_ids(Path(str(model.path)))
         except (ValueError, OSError) as error:
-            yield f"model.path={model.path}: its media tokens are not known ({error}). Write tokenizer.json anew."
+            yield f"model.path={model.path}: its media tokens are not known ({error}). Write tokenizer.json again."
         return
     for token in config.rollout.banned_token_ids:
         if isinstance(vocab_size, int) and not 0 <= token < vocab_size:

@@ -124,7 +124,7 @@ def token_file_problems(engine: EngineConfig) -> Iterator[str]:
         if not file.is_file():
             yield f"engine.token_file={file}: no such file."
         elif stat.S_IMODE(file.stat().st_mode) & 0o077:
-            yield f"engine.token_file={file}: others may read it. Run chmod 600 {file}."
+            yield f"engine.token_file={file}: other users may read it. Run chmod 600 {file}."
 
 
 MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens; engine.flags may set another value
@@ -227,7 +227,7 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
     kinds = media_kinds(config)
     if config.modality.audio_in_video and "video" in kinds:
         yield (
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 disables it. Use "
             "engine=embedded, or modality.audio_in_video=false."
         )
     family = family_of_run(config)

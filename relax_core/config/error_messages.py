@@ -179,7 +179,7 @@ def _bad_syntax(override: str) -> str:
         return f"{message} Names in a key must be ASCII; write other names in your own YAML file (--config-dir)."
     if (Path(override) / "config.yaml").is_file():
         return f"{message} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
-    message += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+    message += " Write a value with a blank in quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
     if not re.fullmatch(r"[\w-]+", override):
         return message
     near = nearest(override, COMMANDS, count=1)

@@ -64,8 +64,8 @@ _OWN_YAML = (
     "To repeat a run: relax rerun RUN"
 )
 _REFUSED_FLAGS = {
-    "--config-path": f"--config-path takes Relax's own configuration away. {_OWN_YAML}",
-    "--config-name": f"--config-name takes Relax's own configuration away. {_OWN_YAML}",
+    "--config-path": f"--config-path would replace Relax's configuration. {_OWN_YAML}",
+    "--config-name": f"--config-name would replace Relax's configuration. {_OWN_YAML}",
     "--experimental-rerun": "Relax stores no pickled configurations. To repeat a run: relax rerun RUN",
 }
 _SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg"}

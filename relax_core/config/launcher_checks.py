@@ -52,7 +52,7 @@ def launcher_problems(config: RelaxConfig) -> Iterator[str]:
     if several and config.bus.name == "transfer_queue":
         yield (
             f"bus=transfer_queue with launcher={launcher.name.value} and launcher.nodes={launcher.nodes}: its sockets "
-            "are of one machine. Use bus=ray."
+            "work only within one machine. Use bus=ray."
         )
     if launcher.name is LauncherKind.local:
         yield from _local(launcher)
@@ -70,7 +70,7 @@ def launcher_problems(config: RelaxConfig) -> Iterator[str]:
 def _local(launcher: LauncherConfig) -> Iterator[str]:
     if launcher.nodes > 1 and launcher.ray_address is None:
         yield (
-            f"launcher.nodes={launcher.nodes} with a Ray of the run's own, which is this machine alone. Add "
+            f"launcher.nodes={launcher.nodes} with a Ray that the run starts, which has only this machine. Add "
             "launcher.ray_address=auto, or choose launcher=slurm."
         )
 

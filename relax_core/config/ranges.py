@@ -153,7 +153,7 @@ USUAL: dict[str, Range] = {
     "run.steps": Range(high=10_000_000, why="train steps"),
     "run.epochs": Range(high=10_000, why="passes over all training rows"),
 }
-REAL_LR = Range(high=1e-4, why="full training of a published model uses 1e-7 to 1e-5; 8e-4 is the demo's")
+REAL_LR = Range(high=1e-4, why="full training of a published model uses 1e-7 to 1e-5; the demo uses 8e-4")
 REAL_BYTES = 20_000_000  # size of weights; Relax's tiny models and the models of tests are smaller
 
 _NULL = ("launcher.memory_gb", "engine.context_length")  # keys that may be null
@@ -259,6 +259,6 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
         yield "rollout.top_k=0 keeps no token. Use -1 to keep all."
     if config.rollout.top_k == 1:
         yield (
-            "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights, so nothing is learnt. "
+            "rollout.top_k=1 keeps one token, with log-prob 0 for any weights, so nothing is learnt. "
             "Use 2 or more, or -1 to keep all."
         )

@@ -162,7 +162,7 @@ class RewardChoice:
             return self.own
         if is_file_plugin(name):
             raise ValueError(
-                f"{self._by}={name}: a row names no file, because the file would run as a program. Describe it in "
+                f"{self._by}={name}: a row cannot name a file, because the file would run as a program. Describe it in "
                 f"reward.parts: {{reward: {name}}}."
             )
         try:

@@ -109,15 +109,15 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
     if env.agent is not None:
         yield f"rollout.lockstep=true with env={env.name}: the agents' requests depend on timing. Use false."
     for key, value, most, what in (
-        ("mode.max_staleness", config.mode.max_staleness, 0, "the weights that make a turn depend"),
-        ("rollout.workers", rollout.workers, 1, "the groups that a worker plays depend"),
-        ("rollout.over_sampling", rollout.over_sampling, 1, "the groups that are trained depend"),
+        ("mode.max_staleness", config.mode.max_staleness, 0, "the weights of a turn depend"),
+        ("rollout.workers", rollout.workers, 1, "the groups of a worker depend"),
+        ("rollout.over_sampling", rollout.over_sampling, 1, "the trained groups depend"),
     ):
         if value > most:
             yield f"rollout.lockstep=true with {key}={value:g}: {what} on timing. Use {key}={most}, or no lockstep."
     if 0 < rollout.quorum < 1:
         yield (
-            f"rollout.lockstep=true with rollout.quorum={rollout.quorum:g}: the episodes that are trained depend on "
+            f"rollout.lockstep=true with rollout.quorum={rollout.quorum:g}: the trained episodes depend on "
             "timing. Use rollout.quorum=1, or no lockstep."
         )
 
@@ -190,7 +190,7 @@ def agent_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if endpoint.port and endpoint.port + config.rollout.workers - 1 > 65535:
         yield (
-            f"endpoint.port={endpoint.port} with rollout.workers={config.rollout.workers} passes port 65535. Use "
+            f"endpoint.port={endpoint.port} with rollout.workers={config.rollout.workers} exceeds port 65535. Use "
             "endpoint.port=0."
         )
     if config.data.media_keys.columns or config.data.task in MEDIA_TASKS:

@@ -465,7 +465,7 @@ def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
         return groups_per_step
     if not tracker.samples.isdecimal():
         raise ValueError(
-            f"tracker.samples={tracker.samples}: give all, or how many groups a train step keeps; 0 keeps none."
+            f"tracker.samples={tracker.samples}: give all, or a number of groups per train step; 0 keeps none."
         )
     return min(int(tracker.samples), groups_per_step)
 

@@ -229,7 +229,7 @@ def reward_parts(config: RewardConfig) -> list[RewardPart]:
     for number, entry in enumerate(config.parts):
         part = reward_part(entry, where=f"reward.parts[{number}]")
         if part.label in [earlier_part.label for earlier_part in found]:
-            raise ValueError(f"reward.parts[{number}]: {part.label} is there twice. Give it a name: name=…")
+            raise ValueError(f"reward.parts[{number}]: {part.label} occurs twice. Give it a name: name=…")
         found.append(part)
     return found
 
@@ -244,7 +244,7 @@ def reward_part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
             raise ValueError(f"{where}.{key}={entry[key]}: a part is one reward by itself. Drop {key} from the part.")
     weight = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ValueError(f"{where}.weight={weight}: a weight is a finite number. Use such as 0.5.")
+        raise ValueError(f"{where}.weight={weight}: a weight is a finite number, such as 0.5.")
     when = entry.get("when") or {}
     if not isinstance(when, Mapping):
         raise ValueError(f"{where}.when={when}: write columns with their values, such as when={{kind: math}}.")

@@ -124,7 +124,7 @@ def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[To
                 '{"type": "function", "function": {"name": text, "description": text, "parameters": JSON schema}}.'
             )
         if name in names:
-            raise ValueError(f"tool {name}: two tools have this name. Rename one, because a call names its tool alone.")
+            raise ValueError(f"tool {name}: two tools have this name. Rename one, because calls have only the name.")
         names.append(name)
     return schemas
 

@@ -113,7 +113,7 @@ def _unlike_patches(
         ours, theirs = getattr(own, name), getattr(tower, name)
         if ours != theirs:
             yield (
-                f"{key}={folder}: its vision tower has {name}={theirs}, that of the model that learns has {ours}, so "
+                f"{key}={folder}: its vision tower has {name}={theirs}, but the trained model has {ours}, so "
                 "an image has other rows. Choose a teacher with the same patch sizes."
             )
 

@@ -114,7 +114,7 @@ def _compare(found: ValidCheckpoint, config: RelaxConfig, *, what: str) -> tuple
         )
     if digest_now != digest:
         raise ValueError(
-            f"{what}: it was made with data of another content: digest {digest}; the files that data.path, data.paths "
+            f"{what}: it was made with other data: digest {digest}; the files that data.path, data.paths "
             f"and data.eval_path name, or the rows of data.name, have {digest_now or 'none'}. Give the data as it was, "
             "or start a new run with resume=null."
         )

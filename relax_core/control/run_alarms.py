@@ -173,7 +173,7 @@ class RunAlarms:
             if self._without[rule] == UNKNOWN_RECORDS:
                 self._lines.append(
                     f"notify.rules: {rule.number} was in none of {UNKNOWN_RECORDS} records of {rule.source}, so "
-                    f"{rule.words!r} says nothing. docs/metrics.md has the names."
+                    f"{rule.words!r} has no effect. docs/metrics.md has the names."
                 )
         elif value is not None:
             self._seen.add(rule)

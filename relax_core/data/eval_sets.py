@@ -115,4 +115,4 @@ def name_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a problem for each evaluation set with a name that cannot be part of a metric's name."""
     for name in config.eval.sets:
         if not _NAME.fullmatch(name) or name in _FIGURES:
-            yield f"eval.sets: {name!r} is not a name for a set. Use another, of letters, digits and . _ - alone."
+            yield f"eval.sets: {name!r} is not a name for a set. Use only letters, digits and . _ -"

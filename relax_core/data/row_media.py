@@ -146,9 +146,7 @@ class _Sources:
         if _is_base64(value):
             return MediaSource(kind=kind, data=self._of_base64(value, kind))
         if len(value) > _MAX_PATH:
-            message = (
-                f"{self._where}: its {kind} is a text of {len(value):,} characters, no path and no base64 of a file."
-            )
+            message = f"{self._where}: its {kind} is a text of {len(value):,} characters, neither a path nor base64."
             raise MediaError(kind, "unknown_format", message)
         if _SCHEME.match(value):
             return MediaSource(kind=kind, path=value)  # `open_source` refuses this path later and names it
@@ -254,11 +252,11 @@ class _Sources:
         if column is not None and column not in self._columns:
             has = f"the row has no column {column}, only {', '.join(sorted(self._columns))}"
         message = (
-            f"{self._where}: the prompt's places {_PLACES[kind]} and the items differ: {has}. Write one for each item, "
+            f"{self._where}: the prompt's placeholders {_PLACES[kind]} and items differ: {has}. Write one for each, "
             f"and name its column in data.media_keys.{kind}."
         )
         if column in self._columns and not self._places[kind]:
-            message += " If no prompt has places, data.media_place=first sets the items before its text."
+            message += " If no prompt has placeholders, data.media_place=first puts the items before its text."
         return MediaError(kind, "placeholder_count", message)
 
 

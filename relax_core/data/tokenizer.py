@@ -189,7 +189,7 @@ class PromptTokenizer:
             rendered = self.render(marked, tools=tools, opens_answer=False, hides=hides)
             shown, found, _ = rendered.rpartition(_GOES_ON)
             if not found or _GOES_ON in shown or self._closes_thinking(messages, tools, shown):
-                raise ValueError("the chat template does not end the text of the last message as the message ends it")
+                raise ValueError("the chat template changes the end of the last message's text")
             return shown
         shown_messages = [_without_sources(message) for message in messages]
         problem: ValueError | None = None
@@ -202,7 +202,7 @@ class PromptTokenizer:
                 return template.render(**(self.special_tokens | self._arguments | own))
             except Exception as error:  # A template is code of the model's author and may raise any error.
                 cause = error
-                problem = problem or ValueError(f"the chat template does not take it: {type(error).__name__}: {error}")
+                problem = problem or ValueError(f"the chat template refuses it: {type(error).__name__}: {error}")
                 problem.__cause__ = problem.__cause__ or cause
         assert problem is not None
         raise problem
@@ -513,4 +513,4 @@ def token_difference(first: Path, second: Path) -> str | None:
     odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))
     ids = [vocabulary.get(odd[0], "not there") for vocabulary in vocabularies]
     sizes = [len(vocabulary) for vocabulary in vocabularies]
-    return f"{odd[0]!r} is {ids[0]} in the one ({sizes[0]} tokens) and {ids[1]} in the other ({sizes[1]})"
+    return f"{odd[0]!r} is {ids[0]} in the first ({sizes[0]} tokens) and {ids[1]} in the second ({sizes[1]})"

@@ -300,7 +300,7 @@ class EnginePool:
         Raises EngineUnreachable if the engine has not returned a response for ``timeout_s`` seconds since its first
         loss, and all usable engines were also lost and have not returned a response since.
         """
-        log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
+        log.warning("%s does not answer; its open samples are requested again: %s", engine_name(engine), error)
         self._lose_engine(engine, error)
         if isinstance(error, MalformedReply) and self._on_malformed is not None:
             prompt_batch.start(self._on_malformed(engine, str(error)))

@@ -225,7 +225,7 @@ def _check_mistral_window(config: HfConfig) -> None:
     """
     window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
     if window is not None and window < positions:
-        absent = "" if "sliding_window" in config else " (which transformers takes if the key is absent)"
+        absent = "" if "sliding_window" in config else " (transformers' default)"
         raise ValueError(
             f"config.json sliding_window={window}{absent} with max_position_embeddings={positions}: mistral computes "
             "attention over the whole context only. Mistral-7B has no window from v0.2 on (sliding_window=null); with "

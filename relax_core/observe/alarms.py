@@ -279,7 +279,7 @@ class _ReceiverThread:
             why = self._try(title, text)
             if not why:
                 return
-        self._report(f"notify: {self._name} did not take {title!r} in {1 + len(self._pauses_s)} tries: {why}")
+        self._report(f"notify: {self._name} did not accept {title!r} in {1 + len(self._pauses_s)} tries: {why}")
 
     def _try(self, title: str, text: str) -> str:
         """Tries once. Returns why the receiver did not accept the message, or "".

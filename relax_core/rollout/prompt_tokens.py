@@ -262,7 +262,7 @@ class PromptMaker:
             ):
                 continue
             text = (
-                f"{where}: its prompt has a place <{kind}>, and no column with media of this kind is named. Name it in "
+                f"{where}: its prompt has a placeholder <{kind}>, but no key names a column of this kind. Name it in "
                 f"data.media_keys.{kind}; leave such rows out; or use modality={TEXT}."
             )
             raise MediaError(kind, "placeholder_count", text)

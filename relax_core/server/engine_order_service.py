@@ -209,7 +209,7 @@ class EngineOrderService:
             if number not in rows:
                 raise Refusal("unknown-id", f"{name} is not an engine of this run", key="engine_ids", value=name)
             if rows[number].origin == "start":
-                message = f"{name} is an engine of the start, which stays"
+                message = f"{name} is an engine of the start, which cannot be removed"
                 raise Refusal("engine-of-the-start", message, key="engine_ids", value=name, fix="leave it out")
         return [number for number in dict.fromkeys(numbers) if rows[number].present]
 

@@ -157,7 +157,7 @@ class RequestGuard:
             return scope
         path = path.removeprefix(GATEWAY)
         if self._token is None or not (path.startswith(_OF_PAGE[0]) or path == _OF_PAGE[1]):
-            raise Refusal("unknown-route", f"the page of a run reaches {_OF_PAGE[0]}… and {_OF_PAGE[1]} alone")
+            raise Refusal("unknown-route", f"the page of a run reaches only {_OF_PAGE[0]}… and {_OF_PAGE[1]}")
         if scope["method"] != "GET" and origin is None:
             raise Refusal("no-origin", "an order from the page needs the header Origin", key="Origin")
         return {**scope, "path": path, "raw_path": path.encode()}

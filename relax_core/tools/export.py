@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or prints the reason to stderr and returns 2 if it wrote nothing."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
-    parser.add_argument("out", type=Path, help="the folder to write; it is missing or empty")
+    parser.add_argument("out", type=Path, help="the output folder, which must be missing or empty")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of each tensor in the model's folder")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's model")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
@@ -88,7 +88,7 @@ def _model_of_run(saved: Mapping[str, Any]) -> Path:
         return tiny_model_folder(saved["builtin"], task=saved["task"])
     folder = Path(saved["path"])
     if not folder.is_dir():
-        raise ValueError(f"model.path={folder} of the run is not there. Say where the model is: --model FOLDER.")
+        raise ValueError(f"model.path={folder} of the run does not exist. Give the model's folder: --model FOLDER.")
     return folder
 
 

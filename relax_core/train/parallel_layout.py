@@ -160,8 +160,8 @@ def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
         )
     if parallel.shard_media and parallel.tp * parallel.cp == 1:
         yield (
-            "parallel.shard_media=true with parallel.tp=1 x cp=1: there is no other rank to deal images, videos and "
-            "sounds to. Set parallel.shard_media=false."
+            "parallel.shard_media=true with parallel.tp=1 x cp=1: there is no other rank to share images, videos "
+            "and sounds with. Set parallel.shard_media=false."
         )
     if parallel.overlap and not parallel.distributed_optimizer:
         yield (

@@ -57,7 +57,7 @@ def test_a_run_at_work_keeps_its_own_function(tmp_path: Path) -> None:
     function = tmp_path / "run" / FUNCTION_FILE
     function.parent.mkdir()
     function.write_text("its own")
-    with run_lock(function.parent), pytest.raises(relax_core.ConfigError, match="a run is at work there"):
+    with run_lock(function.parent), pytest.raises(relax_core.ConfigError, match="another run uses it"):
         relax_core.run([f"run.dir={function.parent}", "resume=auto"], reward=lambda given: 1.0)
     assert function.read_text() == "its own"
 

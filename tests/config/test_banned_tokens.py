@@ -88,7 +88,7 @@ def test_a_folder_that_does_not_tell_its_media_tokens_is_refused(
     else:
         (model_folder / "tokenizer.json").write_text(text)
     (problem,) = banned_token_problems(load_config(with_media))
-    assert "its media tokens are not known (" in problem and problem.endswith("Write tokenizer.json anew.")
+    assert "its media tokens are not known (" in problem and problem.endswith("Write tokenizer.json again.")
     assert list(banned_token_problems(load_config([*with_media, "rollout.banned_token_ids=[]"]))) == []
 
 

@@ -92,7 +92,7 @@ def test_a_run_is_told_in_the_words_that_were_typed(tmp_path: Path) -> None:
         (["experiment=~/x.yaml"], "--config-dir FOLDER experiment=x, where the file is FOLDER/experiment/x.yaml."),
         (["experiment=math_file.yaml"], "an option is named without its suffix: experiment=math_file."),
         (["algo=/mine/algo.py"], "a file of your own is algo.name=/mine/algo.py."),
-        (["--config-path", "/mine"], "--config-path takes Relax's own configuration away."),
+        (["--config-path", "/mine"], "--config-path would replace Relax's configuration."),
         (["--config-name=config"], "To repeat a run: relax rerun RUN."),
         (["-cn", "config"], "To repeat a run: relax rerun RUN."),
         (["--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder."),

@@ -72,8 +72,7 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         ),
         (
             ["model=tiny_qwen3_omni", "engine=sglang", "modality.audio_in_video=true"],
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
-            "engine=embedded",
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 disables it. Use engine=embedded",
         ),
         (["engine=sglang", "model=tiny_qwen3_5"], "model.family=qwen3_5 with engine=sglang: SGLang's model of this"),
         ([*SGLANG, "engine.weight_transport=gloo"], "servers that the run did not start load from its folder"),
@@ -89,7 +88,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret")
     key.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"others may read it. Run chmod 600"):
+    with pytest.raises(ConfigError, match=r"other users may read it. Run chmod 600"):
         load_config([*SGLANG, f"engine.token_file={key}"])
     key.chmod(0o600)
     assert load_config([*SGLANG, f"engine.token_file={key}"]).engine.token_file == str(key)

@@ -87,7 +87,7 @@ def test_another_tokenizer(student_copy: Path, student: Path) -> None:
     swap_two_tokens(student_copy)
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
     assert "its token ids differ from those of the trained model" in text
-    assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
+    assert "'7' is 16 in the first (56 tokens) and 17 in the second (56)" in text
     # The built-in student is made first. The check then finds the problem with this student.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
         teacher_folders(load_config(["algo=distill", f"algo.teachers.default={student_copy}"]), student=student)
@@ -151,10 +151,7 @@ def test_truncated_sampling_and_a_teacher_go_together(form: str, served_by: str)
 def test_a_teacher_with_other_media_tokens(student_copy: Path, student: Path) -> None:
     change(student_copy / "config.json", image_token_id=30)
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={student_copy}")
-    assert (
-        f"algo.teachers.default={student_copy}: its media tokens are [30], but the trained model has []"
-        in text
-    )
+    assert f"algo.teachers.default={student_copy}: its media tokens are [30], but the trained model has []" in text
     assert "so a teacher needs the same media tokens in tokenizer.json and config.json" in text
 
 
@@ -167,7 +164,7 @@ def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, 
     keys = ("model=qwen3_vl", f"model.path={sees}", "data=see", "algo.teachers.default=")
     (found,) = problems(*keys[:3], f"{keys[3]}{other_folder}")
     assert found.startswith(
-        f"algo.teachers.default={other_folder}: its vision tower has patch_size=4, that of the model that"
+        f"algo.teachers.default={other_folder}: its vision tower has patch_size=4, but the trained model"
     )
     found = " ".join(problems(*keys[:3], f"{keys[3]}{student}"))
     assert f"algo.teachers.default={student}: it reads text only, and prompts may have images or video." in found

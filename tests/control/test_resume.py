@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_not_whole_is_left_for_the_newest_that_is(
 def test_auto_never_starts_afresh_beside_damaged_checkpoints(config: RelaxConfig) -> None:
     for step in (10, 20):
         damage(write_checkpoint(Path(config.run.dir), step) / META, "cut")
-    with pytest.raises(ValueError, match=r"is whole: step_00000010 is left: .*; step_00000020 .*Start anew with"):
+    with pytest.raises(ValueError, match=r"is complete: step_00000010 is left: .*; step_00000020 .*Start anew with"):
         find_resume_point(replace(config, resume="auto"))
 
 
@@ -251,9 +251,7 @@ def test_data_whose_content_changed_is_refused(tmp_path: Path, rows: Path) -> No
     made_with = on_file(tmp_path / "run", rows)
     folder = write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
     rows.write_text(rows.read_text().replace("8?", "8!"))
-    with pytest.raises(
-        ValueError, match=rf"resume={folder}: it was made with data of another content: digest \w+; the"
-    ):
+    with pytest.raises(ValueError, match=rf"resume={folder}: it was made with other data: digest \w+; the"):
         find_resume_point(on_file(tmp_path / "run", rows))
 
 

@@ -137,7 +137,7 @@ def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
 def test_a_template_that_refuses_says_why(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(ValueError, match=r"the chat template does not take it: TemplateError: no system role"):
+    with pytest.raises(ValueError, match=r"the chat template refuses it: TemplateError: no system role"):
         PromptTokenizer(copy).encode(CONVERSATIONS[0])
 
 

@@ -246,7 +246,7 @@ def test_two_tools_of_one_name_get_the_name_of_their_server(odd: str) -> None:
         (McpServer(command="no-such-program x"), "there is no program no-such-program"),
         (McpServer(command="python 'x"), "No closing quotation"),
         (McpServer(url="localhost:1"), r"env\.servers\.a\.url=localhost:1: write http"),
-        (McpServer(command="python x {port}"), r"\{port\} stands in one of command and url"),
+        (McpServer(command="python x {port}"), r"only one of command and url has \{port\}"),
         (McpServer(command="python x", cwd="/nowhere"), r"env\.servers\.a\.cwd=/nowhere is not a folder"),
     ],
 )

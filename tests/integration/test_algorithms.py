@@ -61,7 +61,7 @@ def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
     texts = [text for _, text in messages]
     assert "actor/tokens is " in texts[1] and "of 6" in texts[1] and str(run.folder) in texts[1]
     assert [alarm.event for alarm in read_alarms(run.folder)] == ["started", "rule", "finished"]
-    assert run.output.count("did not take") == 3, "each of the three messages is tried and logged"
+    assert run.output.count("did not accept") == 3, "each of the three messages is tried and logged"
     assert SECRET not in run.output + "".join(texts)
     assert not any(SECRET in file.read_text(errors="replace") for file in (run.folder / "logs").glob("*.log"))
 

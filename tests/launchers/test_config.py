@@ -40,8 +40,11 @@ from relax_core.config.schema import LAUNCHERS, LauncherConfig
         (["launcher=slurm", 'launcher.sbatch=["--mem=3G"]'], "'--mem=3G': use launcher.memory_gb."),
         (["launcher=slurm", 'launcher.sbatch=["--output=x"]'], "'--output=x', which Relax sets itself."),
         (["launcher=slurm", "launcher.sbatch=[exclusive]"], "'exclusive': write it as --name or --name=value."),
-        (["launcher=slurm", "launcher.nodes=2", "bus=transfer_queue"], "its sockets are of one machine. Use bus=ray."),
-        (["launcher.nodes=2"], "launcher.nodes=2 with a Ray of the run's own"),
+        (
+            ["launcher=slurm", "launcher.nodes=2", "bus=transfer_queue"],
+            "its sockets work only within one machine. Use bus=ray.",
+        ),
+        (["launcher.nodes=2"], "launcher.nodes=2 with a Ray that the run starts"),
         (["launcher.name=slurm"], "launcher.name=slurm: choose it with launcher=slurm."),
         (
             ["launcher=ray_job", "launcher.address=host:8265"],

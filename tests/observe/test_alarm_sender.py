@@ -59,7 +59,7 @@ def test_a_refused_message_is_sent_again_and_then_told_in_the_log(tmp_path: Path
     sender.put("not taken", KNOWN)
     sender.close(timeout_s=DEADLINE_S)
     assert [title for title, _ in http.messages] == ["third time lucky"]
-    assert len(lines) == 1 and "json 127.0.0.1 did not take 'not taken' in 3 tries" in lines[0]
+    assert len(lines) == 1 and "json 127.0.0.1 did not accept 'not taken' in 3 tries" in lines[0]
     assert "a-secret" not in lines[0]
 
 

@@ -246,7 +246,7 @@ def test_headers_that_others_may_read_are_refused(tmp_path: Path) -> None:
     headers = tmp_path / "headers.json"
     headers.write_text("[]")
     headers.chmod(0o644)
-    with pytest.raises(ValueError, match="others may read it"):
+    with pytest.raises(ValueError, match="other users may read it"):
         OTLP.check(OtlpConfig(headers_file=str(headers)))
     headers.chmod(0o600)
     with pytest.raises(ValueError, match="give a JSON object"):

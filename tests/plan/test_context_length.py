@@ -102,9 +102,9 @@ TEMPLATES: list[tuple[str | None, str]] = [
     ("{% for message in messages %}", "its chat template does not parse: line 1: "),
     (
         "{{ raise_exception('no user role') }}",
-        "line 1: the chat template does not take it: TemplateError: no user role",
+        "line 1: the chat template refuses it: TemplateError: no user role",
     ),
-    ("{{ messages[0]['content'] + 1 }}", "line 1: the chat template does not take it: TypeError: "),
+    ("{{ messages[0]['content'] + 1 }}", "line 1: the chat template refuses it: TypeError: "),
 ]
 
 

@@ -301,7 +301,7 @@ SPEC = DataSourceSpec(name="odd", summary="s", config=DataSourceConfig, open=ope
         (
             "{'prompt': 'a', 'answer': random.random()}",
             "pass",
-            ("row 0 is another one when the source is opened once",),
+            ("row 0 differs when the source is opened again",),
         ),
         ("['a']", "pass", ("data source odd (", "returned ['a'] of type list. Wanted: a mapping with text keys")),
         ("{'prompt': 'a', 'answer': object}", "pass", ("row 0: ", "A row holds text, numbers, lists and mappings.")),

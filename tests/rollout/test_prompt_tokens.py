@@ -75,7 +75,7 @@ def test_a_row_that_the_template_refuses_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(refuses + "{{ messages[0].content }}")
     prompts = maker(tmp_path, room=100, overlong=Overlong.drop)
     assert prompts.tokens({"prompt": CONVERSATION[1:]}, where="row")
-    with pytest.raises(BadRow, match=r"row 3: the chat template does not take it: .*begin with a user") as bad:
+    with pytest.raises(BadRow, match=r"row 3: the chat template refuses it: .*begin with a user") as bad:
         prompts.tokens({"prompt": CONVERSATION}, where="row 3")
     assert bad.value.reason == "bad_row:template"
 

@@ -88,7 +88,7 @@ def test_items_are_dealt_where_there_are_ranks_and_a_tower() -> None:
     assert faults(dealt, DENSE) == [message]
     (found,) = faults(dataclasses.replace(layout(), shard_media=True), sees)
     assert found.endswith(
-        "there is no other rank to deal images, videos and sounds to. Set parallel.shard_media=false."
+        "there is no other rank to share images, videos and sounds with. Set parallel.shard_media=false."
     )
     trainer = dataclasses.replace(layout(tp=2, pp=2), shard_media=True, first_stage_layers=2)
     assert forward_parallel(trainer, ForwardLayout(dp=1, tp=2, pp=2, ep=1)).shard_media

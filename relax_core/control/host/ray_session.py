@@ -216,7 +216,7 @@ class RaySession:
         self.keep_logs()
         return RayUnstarted(
             f"Ray did not start on this machine ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): "
-            f"{_first_line(error)} End other work here, or join a Ray that runs already by launcher.ray_address=auto. "
+            f"{_first_line(error)} End other work here, or join a running Ray with launcher.ray_address=auto. "
             f"Ray's logs are in {self._log_dir}."
         )
 

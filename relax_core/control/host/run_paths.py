@@ -106,7 +106,7 @@ def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     file.seek(0)
                     raise ValueError(
-                        f"run.dir={folder}: a run is at work there, {file.read().strip()}. Wait until it has ended, or "
+                        f"run.dir={folder}: another run uses it, {file.read().strip()}. Wait until it has ended, or "
                         "choose another run.dir."
                     )
                 time.sleep(POLL_S)

@@ -46,7 +46,7 @@ def check(config: OtlpConfig) -> None:
         if not path.is_file():
             raise ValueError(f"{key}.headers_file={config.headers_file}: there is no such file.")
         if path.stat().st_mode & 0o077:
-            raise ValueError(f"{key}.headers_file={config.headers_file}: others may read it. chmod 600 it.")
+            raise ValueError(f"{key}.headers_file={config.headers_file}: other users may read it. chmod 600 it.")
         _headers(path)
     try:
         distribution(CLIENT)
@@ -58,7 +58,7 @@ def _headers(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"tracker.sinks.otlp.headers_file={path}: it is not JSON object: {error}") from None
+        raise ValueError(f"tracker.sinks.otlp.headers_file={path}: it is not a JSON object: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"tracker.sinks.otlp.headers_file={path}: give a JSON object of texts.")
     return found

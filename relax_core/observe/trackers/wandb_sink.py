@@ -59,7 +59,7 @@ def check(config: WandbConfig) -> None:
         if not path.is_file():
             raise ValueError(f"{key}.key_file={config.key_file}: there is no such file.")
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(f"{key}.key_file={config.key_file}: others may read it. chmod 600 {config.key_file}")
+            raise ValueError(f"{key}.key_file={config.key_file}: other users may read it. chmod 600 {config.key_file}")
     elif not config.offline and not os.environ.get(KEY) and not _in_netrc():
         raise ValueError(f"{key} needs a key: `wandb login`, {KEY}, or {key}.key_file; or offline: true.")
 

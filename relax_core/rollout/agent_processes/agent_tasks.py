@@ -108,7 +108,7 @@ def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
         return AgentResult(failed=f"{what}: {words}", output=output)
 
     if not isinstance(told, dict):
-        return failed('it is not JSON object, such as {"reward": 1.0}')
+        return failed('it is not a JSON object, such as {"reward": 1.0}')
     if error := told.get("error"):
         words = clean_text(error, 1000) if isinstance(error, str) else shown(error, 1000)
         return AgentResult(failed=f"the agent says: {words}", output=output)

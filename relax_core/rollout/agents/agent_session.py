@@ -399,7 +399,7 @@ class AgentSession:
             self._forest.withdraw(turn.place, turn.asked)
             del self._turns[turn.asked]
             turn.failure = RequestRefused(
-                410 if self.over else 503, "the answer was given up, because the episode or the run ends"
+                410 if self.over else 503, "the answer was abandoned, because the episode or the run ends"
             )
             if self.over:
                 raise

@@ -253,7 +253,7 @@ def check_request(request: TurnRequest) -> None:
     _check_results(messages)
     names = [tool["function"]["name"] for tool in request.tools]
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise refused(f"tools: two of them have the name {double[:80]!r}; a call names its tool alone")
+        raise refused(f"tools: two of them have the name {double[:80]!r}; a call has only the tool's name")
 
 
 def _check_results(messages: Sequence[ChatMessage]) -> None:
@@ -262,8 +262,8 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
         called.update(call.id for call in message.calls)
         if message.role == "tool" and message.call_id not in called:
             raise refused(
-                f"messages[{number}]: the result of a tool has the id {message.call_id[:80]!r}, which no call before "
-                "it has; send the assistant's message with the call, too"
+                f"messages[{number}]: the result of a tool has the id {message.call_id[:80]!r}, which no earlier "
+                "call has; send the assistant's message with the call, too"
             )
         for text in (message.content, message.reasoning, *_call_texts(message.calls)):
             if clean_text(text) != text:

@@ -119,7 +119,7 @@ def _object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise refused(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise refused('the body is not JSON object; send {} or such as {"reward": 1.0}')
+        raise refused('the body is not a JSON object; send {} or such as {"reward": 1.0}')
     return given
 
 

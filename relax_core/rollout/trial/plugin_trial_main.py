@@ -60,7 +60,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         say(Stage(what=f"{where}: to open it a second time, as another process does", limit_s=request.open_s))
         reopened = spec.open(config)
         if len(source) != len(reopened):
-            yield f"{where}: it has {len(source)} rows, and {len(reopened)} when it is opened once more. {_SAME}"
+            yield f"{where}: it has {len(source)} rows, and {len(reopened)} when it is opened again. {_SAME}"
             return
         say(Stage(what=f"{where}: its held-out rows", limit_s=request.open_s))
         reopened.held_out()
@@ -72,7 +72,7 @@ def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[
         yield f"{where}: it cannot be opened: {plugin_error_text(error)}"
         return
     if changed := [number for number, row in rows.items() if again[number] != row]:
-        yield f"{where}: row {changed[0]} is another one when the source is opened once more. {_SAME}"
+        yield f"{where}: row {changed[0]} differs when the source is opened again. {_SAME}"
     elif (problem := _no_data(rows, where)) is not None:
         yield problem
 

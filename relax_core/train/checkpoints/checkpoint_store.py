@@ -283,7 +283,7 @@ class CheckpointStore:
             except CheckpointDamaged as damaged:
                 left.append(f"{folder.name} is left: {damaged.problem}")
         if left:
-            raise ValueError(f"no checkpoint in {self._root} is whole: {'; '.join(left)}. {_ANEW}")
+            raise ValueError(f"no checkpoint in {self._root} is complete: {'; '.join(left)}. {_ANEW}")
         return None
 
     @staticmethod

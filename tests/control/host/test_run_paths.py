@@ -221,7 +221,7 @@ with run_lock(Path(sys.argv[1])):
 
 
 def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
-    refused = f"run.dir={tmp_path}: a run is at work there, process {os.getpid()} of "
+    refused = f"run.dir={tmp_path}: another run uses it, process {os.getpid()} of "
     with run_lock(tmp_path), pytest.raises(ValueError, match=refused):
         run_lock(tmp_path).__enter__()
     with run_lock(tmp_path):

@@ -238,7 +238,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     assert tokens(found) == expected
     assert {response.engine for _, responses in found for response in responses} == {"engine-0"}
     assert directory.calls.count(1) == 2, "it got one call before the stop and one after"
-    assert "engine-1 does not answer; its open samples are asked for again" in caplog.text
+    assert "engine-1 does not answer; its open samples are requested again" in caplog.text
     assert "/ready: no answer within 0.5 s" in caplog.text, "its stream ended by itself"
 
 

@@ -71,7 +71,7 @@ result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
         ("ask('a'); result(reward='much')", "reward='much': give a finite number"),
         ("ask('a'); result(reward=float('nan'))", "RELAX_RESULT"),
         ("ask('a'); result(metrics={'x': 'y'})", "metrics={'x': 'y'}: give names with finite numbers"),
-        ("ask('a'); open(os.environ['RELAX_RESULT'], 'w').write('[1]')", "it is not JSON object"),
+        ("ask('a'); open(os.environ['RELAX_RESULT'], 'w').write('[1]')", "it is not a JSON object"),
         ("ask('a'); os.symlink('/dev/zero', os.environ['RELAX_RESULT'])", "RELAX_RESULT: "),
         ("ask('a'); os.mkfifo(os.environ['RELAX_RESULT'])", "it is not a plain file"),
         ("ask('a'); result(error='no docker')", "the agent says: no docker"),

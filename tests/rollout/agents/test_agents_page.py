@@ -66,7 +66,7 @@ def test_the_commands_of_the_page(here: Path) -> None:
         (["agent.command=python my_agent.py", "endpoint.host=0.0.0.0"], "endpoint.host=0.0.0.0 with agents that Relax"),
         (["agent.command=python my_agent.py", "rollout.lockstep=true"], "rollout.lockstep=true with env=agent"),
         (["agent.workers=2"], "agent.workers=2 without agent.command"),
-        (["endpoint.port=65535", "rollout.workers=2"], "passes port 65535"),
+        (["endpoint.port=65535", "rollout.workers=2"], "exceeds port 65535"),
         (["endpoint.max_sessions=0"], "endpoint.max_sessions is not a key any more. agent.workers bounds"),
         (["agent.timeout_s=0"], "agent.timeout_s=0.0: must be more than 0"),
         (
