@@ -237,7 +237,7 @@ def test_an_answer_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
         "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}{% endfor %}",
     ):
-        with pytest.raises(ValueError, match="the chat template does not end the text of the last message"):
+        with pytest.raises(ValueError, match="the chat template changes the end of the last message"):
             continued(made, "<think>so", template)
 
 

@@ -115,7 +115,7 @@ def test_a_number_is_an_action_only_as_a_whole(text: str, action: str) -> None:
 def test_what_does_not_exist_or_has_no_numbered_actions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"env\.id=Nowhere-v1: Environment `Nowhere` doesn't exist"):
         check(GymnasiumConfig(id="Nowhere-v1"))
-    with pytest.raises(ValueError, match="numbered ones alone"):
+    with pytest.raises(ValueError, match="Only numbered actions are supported"):
         opened(GymnasiumConfig(id="Pendulum-v1"))
     with pytest.raises(ValueError, match=r"env\.actions has 1 names, but env\.id=FrozenLake-v1 has 4 actions"):
         opened(GymnasiumConfig(actions=["left"]))

@@ -141,7 +141,7 @@ def test_frequencies_are_those_of_transformers(
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters differ"),
         ("llama", {"hidden_size": None}, "has no hidden_size, which family llama needs"),
         ("mistral", {"sliding_window": 256}, "sliding_window=256 with max_position_embeddings=512"),
-        ("mistral", {"max_position_embeddings": 8192}, r"sliding_window=4096 \(which transformers takes"),
+        ("mistral", {"max_position_embeddings": 8192}, r"sliding_window=4096 \(transformers' default"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "experts in every layer only"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "experts in every layer only"),
         ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5: must be 1 to 4"),

@@ -576,7 +576,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content: it is missing"),
     ({"messages": [{"role": "king", "content": "x"}]}, "Invalid enum value 'king'"),
     ({"messages": [ASK, {"role": "assistant", "content": "It is"}]}, "the last message is an assistant message"),
-    ({"messages": [ASK, {"role": "tool", "tool_call_id": "z", "content": "1"}]}, "the id 'z', which no call"),
+    ({"messages": [ASK, {"role": "tool", "tool_call_id": "z", "content": "1"}]}, "the id 'z', which no earlier call"),
     ({"messages": [ASK] * 5000}, "there are 5000, at most 4096"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},

@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_refused_in_words(tokenizer: PromptTokenizer) -> 
 
     async def scene(served: Served) -> None:
         for body, words in (
-            ({"input": [output]}, "the id 'z', which no call"),
+            ({"input": [output]}, "the id 'z', which no earlier call"),
             ({"input": "a", "previous_response_id": "resp_x_0"}, "no answer of this session"),
             ({"input": [image]}, "a part of type 'input_image'"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference'"),

@@ -145,7 +145,7 @@ def test_an_isolated_reward_has_a_limit_of_memory(tmp_path: Path) -> None:
         ("mix", {"parts": [{"reward": "f1", "by": "scorer"}]}, r"parts\[0\].by=scorer: a part is one reward"),
         ("mix", {"parts": [{"reward": "f1", "when": "math"}]}, r"parts\[0\].when=math: write columns"),
         ("mix", {"parts": [{"reward": "f1", "optional": "yes"}]}, r"parts\[0\].optional=yes: use true or false"),
-        ("mix", {"parts": [{"reward": "f1"}, {"reward": "f1"}]}, r"parts\[1\]: f1 is there twice"),
+        ("mix", {"parts": [{"reward": "f1"}, {"reward": "f1"}]}, r"parts\[1\]: f1 occurs twice"),
         (
             "mix",
             {"parts": [{"reward": "mix", "parts": [{"reward": "f1"}]}]},
@@ -173,7 +173,7 @@ def test_a_setting_that_a_part_does_not_have_is_named() -> None:
     [
         ({"scorer": "no_such"}, "f.jsonl, line 3: scorer: reward.name=no_such is not known"),
         ({"scorer": 7}, "line 3: scorer=7 is not a name of a reward"),
-        ({"scorer": "/tmp/mine.py"}, "line 3: scorer=/tmp/mine.py: a row names no file"),
+        ({"scorer": "/tmp/mine.py"}, "line 3: scorer=/tmp/mine.py: a row cannot name a file"),
         ({"scorer": "mix"}, "line 3: scorer=mix: it is made of other rewards"),
         ({"scorer": "remote"}, "line 3: scorer=remote: reward.url=''.*stand in reward.parts"),
         ({"scorer": "dapo"}, "line 3: reward dapo: answer='red' is not a number"),
