@@ -13,8 +13,8 @@ lost or trained twice, and the memory of controller, rollout and trainer before 
 are moved at once, and the order is cancelled while the engine drains. Prints how the orders ended and how long they
 took.
 
-``--stop SECONDS`` stops a new engine by SIGSTOP for this time: in each state while it joins, when it serves, and when
-it leaves. Prints the longest train steps during the stop, compared with steps without any change.
+``--stop SECONDS`` stops a new engine by SIGSTOP for this time, once in each state. Prints the longest train steps
+during the stop, compared with steps without any change.
 
 ``--pairs N`` runs the demo N times with an idle gateway and N times without a gateway, alternately.
 """

@@ -109,8 +109,8 @@ def metrics_of(run: FinishedRun, *, skipped: int) -> Metrics:
 
 def run_way(way: Sequence[str], given: argparse.Namespace, number: int) -> Metrics:
     """Executes one run with the overrides ``way`` in round ``number``. Runs of the same round have the same prompts."""
-    # A run reads more prompts than it trains, because it over-samples and because it has already admitted prompts of
-    # later steps when it ends.
+    # A run reads more prompts than it trains, because of over-sampling and because prompts of later steps are already
+    # admitted at its end.
     count, seed = math.ceil(given.prompts * (SPARE * (given.steps + 6) + 1)), given.seed + number
     lengths = drawn_lengths(count * given.turns, mean=given.mean, cap=given.cap, seed=seed)
     wishes = [lengths[first : first + given.turns] for first in range(0, len(lengths), given.turns)]

@@ -7,8 +7,8 @@ the rows of `FITTED`: NeMo RL's table for H100, whose recipes give layouts, batc
 used in the fit: the same table for GB200, rows of an older release, and verl's table for H20. ``--fit`` repeats the fit
 over a grid and prints the best values, without changing the code. It takes a minute.
 
-verl's page has no mean length and no engine layout. The length of each of its rows is the one for which the estimate of
-`update_actor` is right, so this number cannot be compared, and its other numbers can.
+verl's page has no mean length and no engine layout. The length of each of its rows is chosen to make the estimate of
+`update_actor` right. So only its other numbers can be compared.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ def explain_lease(core: ReplayBuffer, request: LeaseRequest, *, waited_s: float)
 def admit_owed_by(core: ReplayBuffer, worker: int) -> list[str]:
     """Returns the tasks that must act before this rollout worker gets an admission.
 
-    The trainer's ack allows new admissions. The list is empty if the worker has its maximum number of groups in flight,
-    because then only the worker itself can act.
+    The trainer's ack allows new admissions. The list is empty if the worker has its maximum number of groups in flight.
+    Then only the worker itself can act.
     """
     return [ACTOR] if core.free_slots_of(worker) > 0 else []
 

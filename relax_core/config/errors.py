@@ -12,7 +12,7 @@ _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u2028-\u202e\u
 
 
 class NotYet(str):
-    """Marks a problem that is not a mistake: a feature that is not built yet, or a value that is missing so far.
+    """Marks a problem that is not a mistake, such as a missing feature or a value that is not set yet.
 
     Such a problem prevents a start. A plan is still made, and the plan begins with the problem.
     """

@@ -53,8 +53,8 @@ def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
 
 # The reasons why an episode ends. The first two are for single-turn episodes: the response ended by itself, or at its
 # token limit. With the next five a multi-turn episode has a reward: the env returned done; max_turns turns were played;
-# rollout.max_new_tokens tokens were sampled; the context is full; a response was cut at max_turn_tokens. With the last
-# seven an episode has no reward: an env call timed out; the env raised an error; the episode timed out; the group
+# rollout.max_new_tokens tokens were sampled; the context is full; a response was cut at max_turn_tokens. The last seven
+# mean an episode without a reward: an env call timed out; the env raised an error; the episode timed out; the group
 # finished without the episode; the episode's tokens are too old to be trained; the episode was cancelled; a media item
 # of the env cannot be used.
 Ended = Literal[

@@ -28,10 +28,10 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
     """Makes a folder of mode 0700 with missing parents, or makes an existing folder private. Returns the folder.
 
     ``key`` names the setting in errors, and on stderr when the mode of an existing folder is changed. Raises
-    ValueError, with key, value and fix, if the folder, a parent, or a link in the path belongs to another user, or if
-    all users may rename a parent, because another user could then replace the folder. A folder below /tmp is allowed,
-    because only the owner of a file in /tmp may rename the file. /tmp itself is refused, because all users share it.
-    Raises FileExistsError if the folder exists and ``exist_ok`` is False, and OSError if the folder cannot be made.
+    ValueError, with key, value and fix, if another user could replace the folder: the folder, a parent or a link in the
+    path belongs to another user, or all users may rename a parent. A folder below /tmp is allowed, because only the
+    owner of a file in /tmp may rename the file. /tmp itself is refused, because all users share it. Raises
+    FileExistsError if the folder exists and ``exist_ok`` is False, and OSError if the folder cannot be made.
 
     A group-writable parent is accepted: members of a group are trusted.
     """

@@ -286,8 +286,8 @@ def verdict(
 
     ``bus`` says how the bus was lost. ``killed`` maps frozen workers that were killed to the evidence. A dead process
     is returned before workers that failed because of its death; among failed workers, the worker that failed first is
-    returned. An error of a role's code ends the run only if ``sure`` is True, because the real cause may be the death
-    of another process that is noticed shortly after.
+    returned. An error of a role's code ends the run only if ``sure`` is True. Otherwise the real cause may be the death
+    of another process, which is detected shortly after the error.
     """
     if bus is not None:
         return ServicesLost(f"the bus {bus}")

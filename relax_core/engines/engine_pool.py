@@ -297,8 +297,8 @@ class EnginePool:
     def _record_loss(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
         """Records that the engine does not answer.
 
-        Raises EngineUnreachable if the engine has not returned a response for ``timeout_s`` seconds since its first
-        loss, and all usable engines were also lost and have not returned a response since.
+        Raises EngineUnreachable if the engine and all other usable engines are lost, and if the engine has returned no
+        response for ``timeout_s`` seconds since its first loss.
         """
         log.warning("%s does not answer; its open samples are requested again: %s", engine_name(engine), error)
         self._lose_engine(engine, error)

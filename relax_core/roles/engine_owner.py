@@ -90,10 +90,10 @@ class WeightReconciler:
     """Decides when the owner, and not the trainer, sends weights to the engine.
 
     If the engine has no weights, or only weights from the owner, the owner sends weights at once, because the trainer
-    may not know the engine's address yet. An engine that gets the trainer's pushes has an old version during each push,
-    so the owner sends weights only if the push has ended and the engine still has an old version. If the engine rejects
-    weights, or a push does not end, the owner sends weights again after the engine has kept one old version for
-    ``retry_after_s`` seconds.
+    may not know the engine's address yet. An engine has an old version during each push of the trainer. So the owner
+    sends weights only if the push has ended and the engine still has an old version. If the engine rejects weights, or
+    a push does not end, the owner sends weights again after the engine has kept one old version for ``retry_after_s``
+    seconds.
     """
 
     def __init__(self, retry_after_s: float) -> None:
@@ -132,8 +132,8 @@ class WeightReconciler:
 class LoadMeter:
     """Requests an engine's load every `LOAD_S` seconds; ``newest`` has the fields of an `EngineReport`.
 
-    If ``always`` is False, an engine that does not count its decode steps is polled only once, because only the gateway
-    reads the load of such an engine.
+    If ``always`` is False, an engine without counted decode steps is polled only once, because only the gateway reads
+    its load.
     """
 
     def __init__(self, *, always: bool) -> None:

@@ -178,8 +178,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the configured limits on adding and removing engines.
 
     ``start`` is engine.count, ``most`` is engine.elastic.max_count, and ``hosts`` is engine.elastic.allowed_hosts.
-    ``refusal`` says why this run can neither add nor remove engines, ``no_more`` why it cannot start engines, and
-    ``no_urls`` why it cannot accept external servers. Each of the three is "" if the run can.
+    ``refusal`` is the reason why this run cannot add or remove engines. ``no_more`` is the reason why it cannot start
+    engines, and ``no_urls`` the reason why it cannot accept external servers. A reason is "" if there is no such limit.
     """
 
     start: int

@@ -348,10 +348,10 @@ class MegatronRank:
     """Holds one rank's model, optimizer and schedule, and computes its part of every update.
 
     If ``trainable`` is False the rank has no gradients and no optimizer. If ``value_head`` is True the model ends in
-    one number per token. The ranks of a data-parallel replica get the same groups. Each rank packs them into the same
-    stream and computes its own rows of it (sequence and context parallelism) with its own heads, experts and layers.
-    All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it. ``media`` reads
-    the tensors of media on the first pipeline stage; a text model needs none.
+    one number per token. The ranks of a data-parallel replica get the same groups. All ranks pack them into the same
+    stream. Each rank computes its rows of the stream (sequence and context parallelism) with its heads, experts and
+    layers. All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it.
+    ``media`` reads the tensors of media on the first pipeline stage; a text model needs none.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ Only the text after the last ``</think>`` is read, and a response with an unclos
 has answer tags or a box, only their content is the response. The score is 0 in these cases:
 
 - More than half of the response's words are not in the reference. Only one of several alternatives can have more than
-  half of the words, so a list gains no more than its longest item alone. If exactly half of the words are in the
+  half of the words. A list therefore scores no more than its longest item. If exactly half of the words are in the
   reference, the score is at most 0.5, the chance of a guess between two answers. Words up to "the answer is" or
   "answer:" are not counted.
 - The response has different answers in tags or in boxes.

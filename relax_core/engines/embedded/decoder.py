@@ -315,9 +315,8 @@ class Decoder:
     """Decodes up to ``max_samples`` samples. The KV cache has at most ``max_tokens`` tokens, slots times columns.
 
     ``dtype`` is the dtype of the model's weights. The prefix cache keeps up to ``prefix_cache_tokens`` tokens of ended
-    samples, in addition to the KV cache. ``cached`` has, for each prefix of the newest `admit`, the number of tokens
-    that needed no computation: the tokens found in the prefix cache, or all tokens if the call computed an equal
-    prefix.
+    samples, in addition to the KV cache. ``cached`` has the number of tokens without computation for each prefix of the
+    newest `admit`: the tokens found in the prefix cache, or all tokens if the call computed an equal prefix.
     """
 
     def __init__(
@@ -615,8 +614,7 @@ class Decoder:
     def forget(self) -> None:
         """Drops all data that outlives a sample: kept prefixes and features of media items.
 
-        The prefixes of running samples will not be kept, either, because the weights may have changed when the samples
-        end.
+        The prefixes of running samples are not kept, either, because the weights may change before the samples end.
         """
         self.prefixes.forget()
         self.slots.fresh[:] = False

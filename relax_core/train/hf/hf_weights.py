@@ -252,8 +252,9 @@ class HfWeights:
         """Yields (name, whole tensor) in rule order on rank 0, and nothing on other ranks; every rank must exhaust it.
 
         A tensor that is completely on rank 0 is a view and valid until the next step. In addition to the model, rank 0
-        holds ``bucket_bytes`` bytes, or one tensor with its copy (if it is split along its columns) and the previous
-        tensor, if these are larger. Fused experts of a layer are one further tensor on rank 0. The call is collective.
+        holds ``bucket_bytes`` bytes. A large tensor may need more: the tensor, its copy (if it is split along its
+        columns) and the previous tensor. Fused experts of a layer are one further tensor on rank 0. The call is
+        collective.
         """
         return fused(self._gathered(), list(self._stored.values()))
 
