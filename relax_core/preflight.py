@@ -259,7 +259,7 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ADDRESS_S).close()
     except OSError as error:
-        yield f"launcher.ray_address={address}: nobody listens there ({error.strerror or error}). {fix}"
+        yield f"launcher.ray_address={address}: no server listens there ({error.strerror or error}). {fix}"
 
 
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:

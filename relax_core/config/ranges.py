@@ -105,7 +105,7 @@ RANGES: dict[str, Range] = {
     "run.steps": Range(1, why="relax eval evaluates without training"),
     "run.save_every": Range(0, why="0 saves only at the end"),
     "run.keep_last": _COUNT,
-    "run.patience": Range(0, why="0 never ends the run early"),
+    "run.patience": Range(0, why="0 disables early stopping"),
     "run.start_timeout_s": _POSITIVE,
     "run.stall_timeout_s": _POSITIVE,
     "run.max_restarts": _FROM_ZERO,

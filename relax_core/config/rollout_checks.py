@@ -32,7 +32,7 @@ def turn_problems(config: RelaxConfig) -> Iterator[str]:
         yield from lockstep_problems(config, env)
     if not env.has_turns:
         if 0 < quorum < 1:
-            yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
+            yield f"rollout.quorum={quorum:g} with env={env.name}, which has single-turn episodes. Use 1.0."
         return
     if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
         yield (
@@ -105,7 +105,7 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
     """
     rollout = config.rollout
     if not env.has_turns:
-        yield f"rollout.lockstep=true with env={env.name}, whose episodes have one turn. Use false."
+        yield f"rollout.lockstep=true with env={env.name}, which has single-turn episodes. Use false."
     if env.agent is not None:
         yield f"rollout.lockstep=true with env={env.name}: the agents' requests depend on timing. Use false."
     for key, value, most, what in (

@@ -158,9 +158,9 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["rollout.min_p=1.0"], "rollout.min_p=1.0: must be at least 0 and less than 1 (0 keeps all tokens)."),
         (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 admits"),
         (["rollout.quorum=0"], "rollout.quorum=0.0: must be more than 0 and at most 1."),
-        (["rollout.quorum=0.5"], "rollout.quorum=0.5 with env=single_turn, whose episodes have one turn."),
+        (["rollout.quorum=0.5"], "rollout.quorum=0.5 with env=single_turn, which has single-turn episodes."),
         (["env=number_guess", "reward=env", "rollout.quorum=0.05"], "rollout.quorum=0.05 leaves a single episode"),
-        (["rollout.lockstep=true", "mode.max_staleness=0"], "rollout.lockstep=true with env=single_turn, whose"),
+        (["rollout.lockstep=true", "mode.max_staleness=0"], "rollout.lockstep=true with env=single_turn, which"),
         (
             ["env=number_guess", "reward=env", "rollout.lockstep=true", "mode.max_staleness=2"],
             "rollout.lockstep=true with mode.max_staleness=2: the weights of a turn depend on timing.",
@@ -291,7 +291,7 @@ def test_ray_address() -> None:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         (silent,) = problems(f"launcher.ray_address={address}")
-        assert silent.startswith(f"launcher.ray_address={address}: nobody listens there (Connection refused). Start")
+        assert silent.startswith(f"launcher.ray_address={address}: no server listens there (Connection refused). Start")
         held.listen()
         assert load_config([f"launcher.ray_address={address}"], checks=CHECKS).launcher.ray_address == address
     for address in ("head", "ray://head:10001", "head:port"):

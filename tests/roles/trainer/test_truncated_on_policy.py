@@ -108,7 +108,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
-    """Returns the groups in the format in which the rollout puts them on the bus."""
+    """Returns the groups in the format of the bus."""
     found: dict[str, list[Group]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
@@ -374,8 +374,8 @@ def test_two_tensor_parallel_ranks_leave_out_the_same_tokens(folder: Path, rows:
     for name, expected in head_outputs_of(rows, one_rank).items():
         for rank in range(2):
             found = np.load(tmp_path / f"rank{rank}-{name}.npz")
-            for whose in ("forward", "trainer"):
-                assert np.abs(found[whose] - expected["engine"]).max() <= TOLERANCE, (name, whose)
+            for source in ("forward", "trainer"):
+                assert np.abs(found[source] - expected["engine"]).max() <= TOLERANCE, (name, source)
             for figure in ("entropy", "top_logprobs", "gathered"):
                 np.testing.assert_allclose(found[figure], expected[figure], atol=TOLERANCE, rtol=0, err_msg=name)
             assert np.array_equal(found["top_ids"], expected["top_ids"]) and BANNED not in found["top_ids"]
