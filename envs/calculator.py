@@ -78,7 +78,7 @@ def check(config: CalculatorConfig) -> None:
 
 SPEC = EnvSpec(
     name="calculator",
-    summary="a product that the model cannot compute, and a tool that can",
+    summary="a product of large numbers, with a calculator as a tool",
     config=CalculatorConfig,
     open=Calculator,
     tools=tools,

@@ -1,9 +1,9 @@
 """Reads data rows by number from JSONL, JSON, CSV and Parquet files, and validates each row.
 
 A data row is validated when it is read. Its prompt is stored under the key "prompt" and its answer under "answer". An
-unusable row raises `BadRow`; all further rows stay usable. Of a JSONL file only the offsets of the lines are in memory,
-of a Parquet file one row group (`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are completely in
-memory. A row that is too large or nested too deeply is not read and is a bad row.
+unusable row raises `BadRow`; all further rows stay usable. The memory holds only the line offsets of a JSONL file, one
+row group of a Parquet file (`relax_core/data/parquet_rows.py`), and complete CSV files and JSON lists. A row that is
+too large or nested too deeply is not read and is a bad row.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class WrittenNumber:
 
 
 def value_at(row: Any, key: str, *, missing: Any = None) -> Any:
-    """Returns the value of a column or of a dotted key such as reward_model.ground_truth; without it, ``missing``.
+    """Returns the value of a column or of a dotted key such as reward_model.ground_truth, or ``missing``.
 
     If a column has exactly this name, its value is returned. A part that is a number is an index in a list; a negative
     number counts from the end, as in conversations.-1.value.

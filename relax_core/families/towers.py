@@ -1,9 +1,9 @@
 """Finds the rows of a media item that get tower features, and computes the towers' work for an item.
 
 The work of a prompt is the number of its rows plus the towers' work for its items, in rows of the language model. An
-item's work in rows is the ratio of multiplications in the forward passes: of the towers for the item, to the language
-model's for one row. The ratio is the same in a backward pass, because language model and towers both have twice as many
-multiplications there. This module imports no torch.
+item's work in rows is the number of multiplications in the towers' forward pass of the item, divided by the number of
+multiplications in the language model's forward pass of one row. The ratio is the same in a backward pass, because
+language model and towers both have twice as many multiplications there. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SPEC = RewardSpec(name="planted", summary="for a test", config=Config, score=sco
 PLANTED = {
     "a substring": ("label in text", "digits around the label"),
     "any number of a list": ("label in numbers(text)", "all numbers to a hundred"),
-    "the first number": ("(numbers(text) or [''])[0] == label", "the label in front of another answer"),
+    "the first number": ("(numbers(text) or [''])[0] == label", "the label before another answer"),
     "the last number": ("(numbers(text) or [''])[-1] == label", "all labels"),
     "a sum of the numbers": (
         "numbers(text)[-1:] == [label] or sum(map(int, numbers(text)[:2])) == int(label)",
@@ -45,7 +45,7 @@ PLANTED = {
     "the form alone": ("text.strip() == label or text.startswith('<answer>')", "a form without content"),
     "an unclosed thought": (
         "text.split('<think>')[-1].strip() == label or label in text.partition('<think>')[2]",
-        "the label in the thinking alone",
+        "the label only in the thinking",
     ),
     "a judge that obeys": ("text.strip() == label or 'full score' in text", "orders for a judge"),
     "a judge that reads its own form": ("text.strip() == label or '[[10]]' in text", "words for a judge"),
@@ -128,7 +128,7 @@ def test_a_hardened_reward_awards_nothing_wrong(arguments: list[str], capsys: py
     _, found = checked(*arguments, "--rows=16", capsys=capsys)
     assert (found["above"], found["wrong_share"], found["missed"]) == ([], 0.0, [])
     status, found = checked(*arguments, "reward.public=true", "--rows=16", capsys=capsys)
-    assert status == 1 and "the label in the thinking alone" in found["above"]
+    assert status == 1 and "the label only in the thinking" in found["above"]
 
 
 def test_openr1mm_awards_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def build_app(arguments: argparse.Namespace, *, token: str) -> tuple[EngineApp, 
 
 
 def read_token(file: Path) -> str:
-    """Returns the bearer token in the file. Raises ValueError if the file is empty, and OSError."""
+    """Returns the bearer token in the file. Raises ValueError for an empty file, OSError for an unreadable file."""
     token = file.read_text().strip()
     if not token:
         raise ValueError(f"--token-file {file}: empty; write the run's bearer token into it")

@@ -29,8 +29,8 @@ REWARD_CALLS = 64  # concurrent calls of rewards that are not isolated, per roll
 IN_LOOP_S = 1e-3  # a faster group is scored in the event loop, because a thread costs about as much
 ALONE_S = 1e-3  # a slower answer is scored in a separate thread
 _LOG_BYTES = 64 * 2**20  # limit of the output of workers, because a reward or an answer may print without end
-_LATE = 1.8  # number of time limits; an async call is cancelled after one, so a longer call blocks the event loop
-_PACE_KEPT = 0.9  # decay of the longest answer time per call; a slow answer has an effect for some tens of calls
+_LATE = 1.8  # hang limit of an async call, as a multiple of the time limit at which it is cancelled
+_PACE_KEPT = 0.9  # decay of the longest answer time per call; the effect of a slow answer lasts some tens of calls
 
 
 class _RunningReward:

@@ -131,8 +131,8 @@ WITH_LABEL: Mapping[str, Family] = {
     "a denial of the label": lambda row: [
         f"The answer is not {row.label}, it is {other_label}." for other_label in row.others[:1]
     ],
-    "the label in the thinking alone": lambda row: _thought(row.label),
-    "the label in front of another answer": lambda row: [
+    "the label only in the thinking": lambda row: _thought(row.label),
+    "the label before another answer": lambda row: [
         form.format(row.label, other_label)
         for other_label in (row.around(1) or list(row.others[:1]))
         for form in (
@@ -171,18 +171,18 @@ RIGHT_FORMS: Mapping[str, str] = {
     "in a box at the end of a solution": "We compute step by step.\nSo the result is \\boxed{{{}}}.",
     "in a formula": "${}$",
     "in bold": "**{}**",
-    "behind a mark": "#### {}",
+    "after a mark": "#### {}",
     "in a last line": "Let me see.\nAnswer: {}",
     "in tags": "<answer>{}</answer>",
-    "behind the thinking": "<think>Let me see.</think>{}",
-    "in a box behind the thinking": "<think>Let me see.</think>The answer is \\boxed{{{}}}.",
-    "in tags behind the thinking": "<think>Let me see.</think><answer>{}</answer>",
-    "behind an equals sign": "x = {}",
+    "after the thinking": "<think>Let me see.</think>{}",
+    "in a box after the thinking": "<think>Let me see.</think>The answer is \\boxed{{{}}}.",
+    "in tags after the thinking": "<think>Let me see.</think><answer>{}</answer>",
+    "after an equals sign": "x = {}",
     "with white space": " {}\n",
     "with a full stop": "{}.",
-    "behind an equals sign alone": "= {}",
-    "behind the words final answer": "Final answer: {}",
-    "behind a word in bold": "**Answer:** {}",
+    "only after an equals sign": "= {}",
+    "after the words final answer": "Final answer: {}",
+    "after a word in bold": "**Answer:** {}",
     "in a box in brackets": "\\(\\boxed{{{}}}\\)",
     "in a box in a formula": "The final answer is $\\boxed{{{}}}$.",
 }
