@@ -119,8 +119,8 @@ def give_task_to_source(config: RelaxConfig) -> None:
     """Moves data.task to data.config.task if the data source is a built-in plug-in.
 
     With any other data source, data.task names a generated task. If model.task (a builtin model's warm start) is the
-    data source's task, a general warm start replaces it; for rows of seeds, the env's warm start does, if any.
-    Raises `ConfigError` for two different tasks.
+    data source's task, a general warm start replaces it. For rows of seeds, the env's warm start replaces it, if there
+    is one. Raises `ConfigError` for two different tasks.
     """
     data = config.data
     if data.task == SEEDS and config.model.task == SEEDS:

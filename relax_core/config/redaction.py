@@ -1,7 +1,7 @@
 """Redacts secrets: finds secrets by their keys in the configuration, and removes them from output and files.
 
 Secret values are: all values in a mapping or list of environment variables or headers, all values of keys such as
-``api_key``, and in addresses passwords and parameters such as ``?token=``. This module imports no other module of
+``api_key``, and passwords and parameters such as ``?token=`` in addresses. This module imports no other module of
 Relax, because errors and the tracker process use it.
 """
 

@@ -52,7 +52,7 @@ class _ProcessExit(BaseException):
 
 
 class Contained:
-    """Wraps a block of plug-in code and raises `PluginStopped` for exceptions that are no `Exception`.
+    """Wraps a block of plug-in code and raises `PluginStopped` for a BaseException that is not an `Exception`.
 
     A cancellation of the running task and the KeyboardInterrupt of a signal are raised unchanged. After a call of
     `contain_exits`, ``os._exit`` in the block also raises `PluginStopped`, except in a child process that the block

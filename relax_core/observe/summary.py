@@ -243,7 +243,7 @@ LOST_SHARE = 1 / 3  # a reward drop is reported above this share of the gain bef
 EVAL_NOISE = 3.0  # an accuracy drop is reported above this many standard errors
 EVAL_FALL = 0.03
 MAX_GROUPS_WITHOUT_SIGNAL = 0.5
-MOSTLY_RIGHT = 0.5  # from this share of exact answers on, equal rewards mean that the prompts are learnt
+MOSTLY_RIGHT = 0.5  # above this share of exact answers, equal rewards mean that the model has learnt the prompts
 
 
 def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:

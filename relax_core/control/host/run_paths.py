@@ -5,8 +5,8 @@ process id would not be sufficient, because the kernel reuses process ids, and a
 different process ids.
 
 A stale run was killed together with its supervisor. A process belongs to a stale run if it has the run's folder in its
-environment, or has a writable file open there. Ray's two agents outlive a killed raylet, because each keeps the pipe
-open that the other watches.
+environment, or has a writable file open there. Ray's two agents outlive a killed raylet: each agent watches a pipe,
+which the other agent keeps open.
 """
 
 from __future__ import annotations

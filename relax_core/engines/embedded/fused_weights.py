@@ -27,7 +27,7 @@ WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  #
 class AttentionWeights(NamedTuple):
     """Holds the weights of one layer's attention.
 
-    In query and key heads, their biases and norms, the two halves of each head's rotated part are interleaved: rotary
+    The two halves of the rotated part of each query and key head are interleaved, also in biases and norms. Rotary
     embedding is then one complex product. Dot products and norms do not depend on the order. If the attention has an
     output gate, the gates' heads come before the query heads.
     """
