@@ -173,7 +173,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be more than 0."),
         (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio=2.0"),
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
-        (["engine.port=65535", "engine.count=2"], "exceeds port 65535"),
+        (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.name=vllm"], "engine.name=vllm does not exist. Here it is engine=sglang, or engine=embedded on a"),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of"),
         (["engine.context_length=8"], "engine.context_length=8 leaves no room for a prompt"),

@@ -520,7 +520,7 @@ def test_the_end_of_an_episode_gives_up_what_is_under_way(tokenizer: PromptToken
         await until(lambda: pool.requests)
         assert served.session.end("straggler") == ["r.0"]
         status, reply = await asked
-        assert status == 410 and "given up" in reply["error"]["message"] and not served.record.turns
+        assert status == 410 and "abandoned" in reply["error"]["message"] and not served.record.turns
         pool.requests.clear()
         for task in asyncio.all_tasks():
             if "SharedRequests._send" in repr(task):
@@ -537,7 +537,7 @@ def test_a_request_that_the_engines_gave_up_can_be_asked_again(tokenizer: Prompt
         body = {"messages": [ASK], "stream": stream}
         async with served.http.post(f"{served.url}/v1/chat/completions", json=body, headers=served.headers()) as reply:
             text = await reply.text()
-            assert "given up" in text and (reply.status == 503 or stream) and "server_error" in text
+            assert "abandoned" in text and (reply.status == 503 or stream) and "server_error" in text
         assert (await served.said([ASK]))["content"] == "one" and served.session.counts["repeated"] == 0
         assert len(served.tree().episodes[0].turns) == 1
 
