@@ -46,7 +46,7 @@ def test_environments_are_listed_with_their_tools(capsys: pytest.CaptureFixture[
     file = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "phone_book.py")
     assert list_command([file]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (calculator,) = (line for line in lines if line.split()[:1] == ["calculator"] and "tool that can" in line)
+    (calculator,) = (line for line in lines if line.split()[:1] == ["calculator"] and "as a tool" in line)
     (game,) = (line for line in lines if line.split()[:1] == ["number_guess"] and "higher or lower" in line)
     (own,) = (line for line in lines if f"env.name={file}" in line)
     assert calculator.endswith("(tools: multiply)") and "tools:" not in game and "(tools: " in own
