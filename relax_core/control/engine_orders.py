@@ -221,7 +221,7 @@ class EngineOrders:
         if order.cancel_requested and order.status == "DRAINING":
             for number in open_ones:
                 self._changes.stay(number)
-            write()  # then readers of the order's end, and the next order, see these engines as serving
+            write()  # before the order ends: its readers and the next order must see these engines as serving
             left = [number for number in order.engines if number not in open_ones]
             self._order_store.move(order, "CANCELLED", engines=left)
         elif not set(order.engines) & set(self._changes.leaving()):

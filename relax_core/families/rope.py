@@ -51,8 +51,9 @@ class Rope:
     """Holds a rotary embedding (Su et al. 2021, arXiv 2104.09864).
 
     Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``. With
-    ``sections`` (time, height, width) the components alternate: component i follows the height if i % 3 is 1 and
-    i < 3 * sections[1], the width if i % 3 is 2 and i < 3 * sections[2], else the time (interleaved, as in Qwen3-VL).
+    ``sections`` (time, height, width) the components are interleaved, as in Qwen3-VL. Component i follows the height
+    if i % 3 is 1 and i < 3 * sections[1]. It follows the width if i % 3 is 2 and i < 3 * sections[2]. All other
+    components follow the time.
     Only the first ``part`` of each head is rotated; d is then the size of that part.
     """
 

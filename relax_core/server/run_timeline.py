@@ -253,7 +253,8 @@ TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
 MAX_STEPS = 400
 MAX_RANK_SPANS = 20_000  # a timeline with more spans leaves out the parts of ranks
 NEAR_S = 60.0  # longest delay of a record after the end of its step, and longest weight push
-MUCH, LITTLE = 0.5, 0.1  # share of waits in a step; from MUCH on, rollout is slower; up to LITTLE, the trainer is
+# Share of a step that the trainer waits: at MUCH or more, rollout is the slower side; at LITTLE or less, the trainer.
+MUCH, LITTLE = 0.5, 0.1
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

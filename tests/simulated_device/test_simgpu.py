@@ -52,8 +52,8 @@ def test_in_place_operators_do_not_mix(simgpu: SimulatedModule) -> None:
         x.masked_fill_(torch.tensor([True, False, True]), 0.0)
 
 
-def test_what_a_gpu_takes_from_the_host(simgpu: SimulatedModule) -> None:
-    """A number, the indices of an index, and copies."""
+def test_host_values_that_a_gpu_operation_accepts(simgpu: SimulatedModule) -> None:
+    """Host values may be numbers, index tensors and sources of a copy."""
     x = on_device(3, requires_grad=False)
     assert (x * torch.tensor(2.0)).tolist() == [2.0, 4.0, 6.0]
     assert x[torch.tensor([2, 0])].tolist() == [3.0, 1.0]
