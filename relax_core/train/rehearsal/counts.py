@@ -49,8 +49,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the counts of one update of a rank with ``layers`` layers.
 
     ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``before`` are the bytes
-    in use when the update begins. ``reserved_by_step`` are the further bytes that the caching allocator reserves during
-    the update of the whole model; None if the short model's trace was not lengthened.
+    in use when the update begins. ``reserved_by_step`` are the bytes that the caching allocator reserves beside them
+    during the update of the whole model; None if the short model's trace was not lengthened.
     """
 
     layers: int

@@ -171,7 +171,7 @@ class RehearsedRank(MegatronBackend):
     def _load_main_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
     def name_state(self) -> None:
-        """Assigns categories to the memory of the state; the optimizer's state must exist."""
+        """Gives the memory of the state its categories; the optimizer's state must exist."""
         buffers = gradient_buffers(self.model_chunks)
         name = self._counting.name
         name(optimizer_tensors(self.optimizer), ADAM)  # In float32 these include the weights, which come last.
