@@ -227,7 +227,7 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
     kinds = media_kinds(config)
     if config.modality.audio_in_video and "video" in kinds:
         yield (
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 disables it. Use "
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
             "engine=embedded, or modality.audio_in_video=false."
         )
     family = family_of_run(config)

@@ -72,7 +72,8 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         ),
         (
             ["model=tiny_qwen3_omni", "engine=sglang", "modality.audio_in_video=true"],
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 disables it. Use engine=embedded",
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
+            "engine=embedded",
         ),
         (["engine=sglang", "model=tiny_qwen3_5"], "model.family=qwen3_5 with engine=sglang: SGLang's model of this"),
         ([*SGLANG, "engine.weight_transport=gloo"], "servers that the run did not start load from its folder"),

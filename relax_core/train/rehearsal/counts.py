@@ -18,7 +18,7 @@ BETWEEN, PACK, EMBEDDING, LAYERS, HEAD = "between", "pack", "embedding and tower
 HEAD_BACKWARD, LAYERS_BACKWARD = "head backward", "layers backward"
 EMBEDDING_BACKWARD = "embedding and towers backward"
 PIPELINE, SUMS, REDUCE, OPTIMIZER = "pipeline", "sums", "reduce", "optimizer"
-ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that occur once per update; other phases belong to micro-batches
+ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
