@@ -588,6 +588,27 @@ class MegatronRank:
         """Returns the state to the device, bit by bit; does nothing if it is there."""
         self._state_offload.onload()
 
+    # -- Weights of the reference --------------------------------------------------------------------------------
+    def keep_reference(self) -> None:
+        """Keeps the current weights on the host as the reference's. Call it before `load` and the first update."""
+        self._state_offload.keep_reference()
+
+    @contextlib.contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Has the reference's weights in the model while the block runs. The call is collective."""
+        self._wait_for_gathers()
+        with self._state_offload.reference_weights():
+            yield
+            self._wait_for_gathers()
+
+    def _wait_for_gathers(self) -> None:
+        """Waits for gathers of parameters, including a gather that a forward pass started and did not use."""
+        self._gather_parameters()
+        for chunk in self.model_chunks if self._overlap else ():
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+
     # -- Passes over one micro-batch, which the schedule calls ---------------------------------------------------
     def padded_rows(self, groups: Sequence[TokenTree]) -> int:
         """Returns the number of rows of the groups' stream, pads included."""

@@ -8,11 +8,15 @@ the buffer that they are views of.
 
 While a storage is on the host, none of its views may be read: on a CPU the read would crash the process. Gradients are
 not copied; they are 0 after their return.
+
+A rank can also keep the run's initial weights on the host and exchange them with the trained weights, so that it
+computes the reference's log-probs without a second model on its device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +27,7 @@ from relax_core.train.device import training_device
 from relax_core.train.optimizer import optimizer_tensors
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "states"
+EXCHANGE_BYTES = 64 << 20  # bytes that an exchange of weights needs on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,7 @@ class StateOffload:
         self._models, self._buffers, self._optimizer = models, buffers, optimizer
         self._offloaded: list[_Offloaded] = []
         self._host: dict[int, Tensor] = {}  # the storage's address in C++ → its host memory
+        self._reference: list[tuple[UntypedStorage, Tensor]] = []  # storages of trained weights, and reference weights
 
     @property
     def on_device(self) -> bool:
@@ -85,6 +91,36 @@ class StateOffload:
         device.synchronize()
         self._offloaded = []
 
+    def keep_reference(self) -> None:
+        """Copies the trained weights to the host as the weights of the reference. Frozen weights are the same in both.
+
+        The copy needs as many bytes of host memory as the trained weights have on the device.
+        """
+        self._reference = []
+        for storage in self._distinct(self._trained_parameters()):
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=training_device().cuda)
+            self._reference.append((storage, host.copy_(_bytes_of(storage))))
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Has the reference's weights in the model while the block runs; the trained weights are then on the host."""
+        assert self._reference, "keep_reference comes first"
+        self._exchange_reference()
+        try:
+            yield
+        finally:
+            self._exchange_reference()
+
+    def _exchange_reference(self) -> None:
+        """Exchanges the weights on the device and on the host in parts of `EXCHANGE_BYTES`, bit by bit."""
+        device = training_device()
+        for storage, host in self._reference:
+            for here, there in zip(_bytes_of(storage).split(EXCHANGE_BYTES), host.split(EXCHANGE_BYTES), strict=True):
+                before = here.clone()
+                here.copy_(there, non_blocking=device.cuda)
+                there.copy_(before, non_blocking=device.cuda)
+        device.synchronize()
+
     def _host_memory(self, storage: UntypedStorage) -> Tensor:
         host = self._host.get(storage._cdata)
         if host is None:
@@ -96,16 +132,28 @@ class StateOffload:
         """Yields each storage of the state once, with its kind; a parameter that an optimizer updates is a weight."""
         seen: set[int] = set()
         for kind, tensors in ((WEIGHTS, self._parameters()), (GRADIENTS, self._gradients()), (STATES, self._states())):
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                if storage.device.type == training_device().type and storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    yield kind, storage
+            for storage in self._distinct(tensors, seen=seen):
+                yield kind, storage
+
+    @staticmethod
+    def _distinct(tensors: Iterable[Tensor], *, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
+        """Yields the storages of tensors on the device, each once, without those that ``seen`` already has."""
+        seen = set() if seen is None else seen
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.device.type == training_device().type and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
 
     def _parameters(self) -> Iterator[Tensor]:
-        yield from (buffer.param_data for buffer in self._buffers if buffer.param_data is not None)
+        yield from self._trained_parameters()
         for model in self._models:
             yield from (parameter.data for parameter in model.parameters())
+
+    def _trained_parameters(self) -> Iterator[Tensor]:
+        yield from (buffer.param_data for buffer in self._buffers if buffer.param_data is not None)
+        for model in self._models:
+            yield from (parameter.data for parameter in model.parameters() if parameter.requires_grad)
 
     def _gradients(self) -> Iterator[Tensor]:
         return (buffer.grad_data for buffer in self._buffers)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
 
@@ -57,6 +58,15 @@ def storages(backend: MegatronBackend) -> dict[int, Any]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.dim()}
 
 
+def reference_error(backend: MegatronBackend, groups: list[Any], initial: list[np.ndarray]) -> list[float]:
+    """Returns the largest difference of reference and initial log-probs, and of reference and trained log-probs."""
+    reference, trained = backend.reference_logprobs(groups), backend.logprobs(groups)
+    return [
+        max(float(abs(value - other).max()) for value, other in zip(reference, others, strict=True))
+        for others in (initial, trained)
+    ]
+
+
 def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str, Any]:
     """Trains `STEPS` steps of a layout; with ``offloads`` the state is on the host after two of them and at the end."""
     case = {**ON_ONE, **ON_TWO}[name]
@@ -89,13 +99,19 @@ def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str,
 
     replicas = parallel.dp
     replica = ranks.get("rank", 0) if replicas > 1 else 0
+    own_groups = split_over_ranks(dp_groups()[0], replicas)[replica]
+    if offloads:
+        backend.keep_reference()
+        initial = backend.logprobs(own_groups)
     for step in range(STEPS):
         if offloads and step == 2:
             turn()
+            found["reference"] = reference_error(backend, own_groups, initial)
         batches = [split_over_ranks(groups, replicas)[replica] for groups in dp_groups()]
         metrics = train_step(backend, batches, step=step)
         found["metrics"].append([metrics.loss, metrics.grad_norm])
     if offloads:
+        found["reference"] += reference_error(backend, own_groups, initial)
         turn()
     digest = hashlib.sha256()
     for weight, tensor in backend.export():

@@ -1,4 +1,4 @@
-"""Tests that training continues bit by bit after its state was on the host, in twelve layouts."""
+"""Tests that training continues bit by bit after an offload and after log-probs of the reference, in twelve layouts."""
 
 from __future__ import annotations
 
@@ -46,3 +46,11 @@ def test_the_device_keeps_nothing_of_the_state(folder: Path, name: str) -> None:
         memory = offloaded["offloaded"]
         assert memory["left"] == 0
         assert memory["freed"] == memory["bytes"] > memory["without weights"] > memory["bytes"] / 2
+
+
+@pytest.mark.parametrize("name", [*ON_ONE, *ON_TWO])
+def test_the_reference_has_the_initial_weights(folder: Path, name: str) -> None:
+    for _, offloaded in trained(folder, name):
+        to_initial, to_trained = offloaded["reference"][::2], offloaded["reference"][1::2]
+        assert to_initial == [0.0, 0.0]
+        assert min(to_trained) > 0.0
