@@ -93,6 +93,13 @@ class GpuName(Enum):
     rtx_4090 = "rtx_4090"
 
 
+class ForwardRanks(Enum):
+    """Names the processes that compute the log-probs of actor_fwd and reference."""
+
+    actor = "actor"
+    separate = "separate"
+
+
 class WeightTransportName(Enum):
     """Names the transports for weights from the trainer to an engine."""
 

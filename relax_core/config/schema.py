@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from relax_core.config.choices import (
+    ForwardRanks,
     GpuName,
     LastAssistant,
     LauncherKind,
@@ -160,6 +161,7 @@ class PlacementConfig:
     gpus_per_node: int = MISSING  # 0 means that all processes run on CPU cores
     gpu: GpuName | None = None  # the model of the GPUs; None means that it is unknown, so no time is estimated
     gpu_memory_gib: float | None = None  # None means the memory of `gpu`
+    forward: ForwardRanks = ForwardRanks.separate  # the processes that compute the log-probs of actor_fwd and reference
     roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty means that all roles share all GPUs
 
 

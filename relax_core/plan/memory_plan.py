@@ -10,6 +10,7 @@ from typing import Any, cast
 from relax_core.config.choices import ModeName, Recompute
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
@@ -40,7 +41,7 @@ from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
 from relax_core.plan.placement import ROLLOUT
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
-from relax_core.roles.process_placement import worker_group_layouts
+from relax_core.roles.process_placement import actor_columns, worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
@@ -292,6 +293,8 @@ def _trainer_phases(
     published = model.parameters * dtype_bytes(config)
     imports = _imports(TRAINER, model, vision=TRAINER_VISION)
     state = {"imports": imports, **state_terms(config, parallel, model, later=later)}
+    if publishes and c.REFERENCE_LOGPROBS in actor_columns(config):
+        state["reference's weights"] = share_of(parallel, model, later=later).parameters * dtype_bytes(config)
     activations = activation_terms(config, parallel, model, work, later=later)
     forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})

@@ -21,7 +21,7 @@ from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
 from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes, state_terms
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
-from relax_core.roles.process_placement import engines_take_gpus, worker_group_layouts
+from relax_core.roles.process_placement import engines_take_gpus, forward_columns, worker_group_layouts
 from relax_core.train.parallel_layout import Layout, world_size
 
 _MULTIPLY_ADD = 2
@@ -334,13 +334,15 @@ class PhaseTime:
 class StepTime:
     """Holds the estimate of a train step, for responses of maximal length.
 
-    ``alternates`` tells whether the phases run one after the other. ``tokens`` are the sampled tokens of a step, and
+    ``alternates`` tells whether the phases run one after the other. ``of_actor`` names the phases on the actor's GPUs,
+    which always run one after the other. ``tokens`` are the sampled tokens of a step, and
     ``gpus`` all GPUs of the run.
     """
 
     gpu: str
     gpus: int
     alternates: bool
+    of_actor: Sequence[str]
     tokens: int
     phases: Sequence[PhaseTime]
     not_estimated: Sequence[str]
@@ -352,7 +354,8 @@ class StepTime:
         if self.alternates:
             return sum(times.values())
         weights = times.pop(WEIGHTS_PHASE)
-        return max(times.values()) + weights
+        trainer = sum(times.pop(name) for name in self.of_actor)
+        return max(trainer, *times.values()) + weights
 
 
 ROLLOUT_PHASE, TRAIN_PHASE, WEIGHTS_PHASE, STATE_PHASE = "rollout", "train", "weights", "trainer state"
@@ -386,7 +389,9 @@ def estimate_step(
     )
     alternates = config.mode.name is ModeName.colocate or config.mode.versions_in_flight == 1
     phases = [_rollout(config, model, gpu, work, towers=towers, alternates=alternates)]
-    for role, layout in worker_group_layouts(config).items():
+    layouts = worker_group_layouts(config)
+    of_actor = [role for role in forward_columns(config) if role not in layouts]
+    for role, layout in (layouts | dict.fromkeys(of_actor, config.parallel)).items():
         trained = role == "actor"
         seconds = pass_seconds(
             model,
@@ -398,7 +403,10 @@ def estimate_step(
             recompute=trained and config.parallel.recompute is Recompute.full,
             sharded_optimizer=config.parallel.distributed_optimizer,
         )
-        phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, tokens=tokens))
+        exchanges = 2 if role == "reference" and role in of_actor else 0
+        bytes_moved = 2 * exchanges * rank_parameters(model, layout) * dtype_bytes(config)  # to the host and back
+        exchange = bytes_moved / (gpu.host * EFFICIENCY.link)
+        phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, exchange=exchange, tokens=tokens))
     phases.append(_weights(config, model, gpu))
     if config.mode.name is ModeName.colocate:
         phases.append(_state(config, model, gpu))
@@ -406,6 +414,7 @@ def estimate_step(
         gpu=placement.gpu.value,
         gpus=placement.nodes * node if not placement.roles else sum(placement.roles.values()),
         alternates=alternates,
+        of_actor=[TRAIN_PHASE, *of_actor],
         tokens=tokens,
         phases=phases,
         not_estimated=[role for role in roles if role in _NOT_ESTIMATED],
@@ -444,15 +453,16 @@ def _rollout(
     )
 
 
-def _pass_phase(name: str, seconds: PassSeconds, *, tokens: int) -> PhaseTime:
+def _pass_phase(name: str, seconds: PassSeconds, *, exchange: float, tokens: int) -> PhaseTime:
     parts = {
         "compute": seconds.compute,
         "messages": seconds.messages,
         "pipeline idle": seconds.idle,
         "update": seconds.update,
+        "exchange of weights": exchange,
     }
     detail = ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
-    return PhaseTime(name=name, seconds=seconds.total, tokens=tokens, detail=detail)
+    return PhaseTime(name=name, seconds=seconds.total + exchange, tokens=tokens, detail=detail)
 
 
 def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
