@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from relax_core.observe.sample_index import SampleIndex, every_id
+from relax_core.observe.event_log import read_metrics
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.sample_views import SampleViews
 from tests.integration.conftest import STRICT
@@ -139,6 +140,30 @@ def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_t
     moved.assert_all_samples_accounted()
     assert moved.checkpoints() == [4, 8, 10]
     assert_same_as_the_loop(moved)
+
+
+def test_log_probs_of_the_actors_ranks_and_of_separate_processes_give_the_same_run_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor's ranks exchange weights with the reference's in each turn, and have no state on the device between."""
+    monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
+    keys = ("mode=colocate", "algo.kl_coef=0.05", "algo.old_logprobs=actor_fwd", "run.steps=4", "eval.every=0")
+    actor, separate = (
+        run_to_end(tmp_path / place, *keys, f"placement.forward={place}") for place in ("actor", "separate")
+    )
+    for run, has_roles in ((actor, False), (separate, True)):
+        assert run.code == 0, run.output
+        run.assert_all_samples_accounted()
+        sources = {metric.source for metric in read_metrics(run.folder)}
+        assert (sources >= {"actor_fwd", "reference"}) is has_roles
+    for values, expected in zip(actor.steps(), separate.steps(), strict=True):
+        assert values["forward_ms"] > expected["forward_ms"] == 0.0
+        names = [name for name in expected if name.startswith("algorithm/") or name in (*FROM_TOKENS, *FROM_WEIGHTS)]
+        assert {name: values[name] for name in names} == {name: expected[name] for name in names}
+        assert {"algorithm/old_kl", "algorithm/reference_kl"} <= set(names)
+    assert actor.steps()[-1]["algorithm/reference_kl"] > 0.0
+    expected_weights = separate.weights()
+    assert all(tensor.equal(expected_weights[name]) for name, tensor in actor.weights().items())
 
 
 def metrics_of_the_loop() -> list[list[float]]:

@@ -84,6 +84,12 @@ def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
     by_name = {place.name: place for place in plan.places}
     assert by_name["actor-5"].coordinates == "pp1 tp1 ep1"
     assert (by_name["engine-1"].node, by_name["engine-1"].gpus) == (1, (2, 3))
+    assert not any("actor_fwd" in name for name in by_name)
+
+
+def test_forward_roles_with_gpus_follow_the_engines() -> None:
+    plan = make_plan(planned("experiment=qwen3_omni_30b_a3b_video_16gpu"))
+    by_name = {place.name: place for place in plan.places}
     assert (by_name["actor_fwd-1"].node, by_name["actor_fwd-1"].gpus) == (1, (7,))
 
 
@@ -101,6 +107,9 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
     unread = as_text(make_plan(load_config(["parallel.forward.tp=2"])))
     assert "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference." in unread
+    by_actor = ["parallel.forward.tp=2", "algo.kl_coef=0.1", "placement.forward=actor"]
+    (line,) = [line for line in make_plan(load_config(by_actor)).unread if "parallel.forward" in line]
+    assert "placement.forward=actor" in line
 
 
 def test_the_batch_in_words() -> None:
@@ -190,9 +199,12 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
     ("overrides", "text"),
     [
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
-        (["~placement.roles.reference"], "placement.roles.reference is not set"),
+        (["~placement.roles.rollout"], "placement.roles.rollout is not set"),
         (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
-        (["parallel.forward.tp=2"], "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2."),
+        (
+            ["placement.forward=separate", "+placement.roles.reference=1", "parallel.forward.tp=2"],
+            "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
+        ),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
         (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
         (["placement.gpu_memory_gib=24"], "actor: head needs"),

@@ -89,6 +89,15 @@ def test_forward_roles_have_their_own_layout() -> None:
     assert phase(plan, "reference", "forward")["weights"] == whole // 2
 
 
+def test_the_actor_keeps_the_references_weights_on_the_host() -> None:
+    plan = make_plan(load_config(["algo.kl_coef=0.1", "parallel=tp2", "placement.forward=actor"]))
+    terms = phase(plan, "actor", "backward")
+    assert terms["reference's weights"] == terms["weights"]
+    assert "reference" not in {process.name for process in plan.memory}
+    without = make_plan(load_config(["algo.old_logprobs=actor_fwd", "placement.forward=actor"]))
+    assert "reference's weights" not in phase(without, "actor", "backward")
+
+
 def test_the_engines_cache_is_its_grown_rectangle() -> None:
     """256 samples (two steps) of 17 + 8 tokens. The cache starts with 64 columns."""
     plan = make_plan(load_config())

@@ -156,6 +156,11 @@ def test_the_plan_shows_the_seconds_of_a_step(capsys: pytest.CaptureFixture[str]
     assert set(times) == {"rollout", "train", "actor_fwd", "reference", "weights"}
     assert asynchronous["seconds"] == pytest.approx(times["rollout"] + times["weights"]), "the longest, and weights"
     assert asynchronous["tokens"] == 64 * 8 * 1024
+    slow_trainer = ("experiment=qwen3_4b_async_8gpu", "engine.count=6", "placement.roles={actor: 2, rollout: 6}")
+    sequence = shown(capsys, *slow_trainer, "parallel.dp=1", "parallel.distributed_optimizer=false")["time"]
+    times = {phase["name"]: phase["seconds"] for phase in sequence["phases"]}
+    assert times["rollout"] < times["train"] and times["reference"] > times["actor_fwd"], "it exchanges weights"
+    assert sequence["seconds"] == pytest.approx(sum(times.values()) - times["rollout"]), "the actor does one by one"
     alternating = shown(capsys, "experiment=qwen3_4b_80gb_1gpu")["time"]
     assert alternating["seconds"] == pytest.approx(sum(phase["seconds"] for phase in alternating["phases"]))
     slower = shown(capsys, "experiment=qwen3_4b_80gb_1gpu", "placement.gpu=a6000", "placement.gpu_memory_gib=79.2")
