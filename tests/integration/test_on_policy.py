@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_core.observe.sample_index import SampleIndex, every_id
 from relax_core.observe.event_log import read_metrics
+from relax_core.observe.sample_index import SampleIndex, every_id
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.sample_views import SampleViews
 from tests.integration.conftest import STRICT

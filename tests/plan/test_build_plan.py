@@ -59,7 +59,7 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
     message = " ".join(problems)
     assert "What exists" not in message, "a preset names an option that does not exist"
-    assert ("mode=colocate" in message) == ("colocate" in name)
+    assert ("mode=colocate" in message) == (name == "qwen3_omni_30b_a3b_colocate_16gpu"), "it has two machines"
     assert ("with engine=sglang: SGLang's model of this family" in message) == ("qwen3_5" in name)
     assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
@@ -179,7 +179,9 @@ def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
 def test_the_setting_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
     long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
     cache = "engine.max_total_tokens=131072"
-    line = ["experiment=qwen3_4b_async_8gpu", *long, cache, f"placement.gpu_memory_gib={memory}", *overrides]
+    two_ranks = ["placement.roles.actor=2", "parallel.dp=1", "parallel.distributed_optimizer=false"]
+    memory_key = f"placement.gpu_memory_gib={memory}"
+    line = ["experiment=qwen3_4b_async_8gpu", *two_ranks, *long, cache, memory_key, *overrides]
     (fault,) = (fault for fault in make_plan(planned(*line)).refused if fault.startswith("actor: "))
     assert fix in fault
     named = re.search(r"Set (.*)\.$", fault)
@@ -210,7 +212,7 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
         (["placement.gpu_memory_gib=24"], "actor: head needs"),
         (["placement.gpu=null"], "how much memory has a GPU?"),
         (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
-        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=2."),
+        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=4."),
         (["mode=colocate"], "with mode=colocate, where all roles share all GPUs. Drop it."),
     ],
 )
