@@ -23,6 +23,7 @@ from relax_core.config.choices import (
     Partial,
     Recompute,
     Schedule,
+    StatesPlace,
     Surplus,
     WeightTransportName,
 )
@@ -288,6 +289,7 @@ class OptimizerConfig:
     eps: float = MISSING
     weight_decay: float = MISSING
     clip_grad: float = MISSING
+    states: StatesPlace = MISSING
 
 
 @dataclass

@@ -61,7 +61,7 @@ def test_the_number_of_keys_only_falls() -> None:
     own = {
         f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)
     }
-    assert len(core) <= 180 and len(own) <= 103  # the 180th is placement.gpu, without which no time is estimated
+    assert len(core) <= 181 and len(own) <= 103  # the 181st is optimizer.states, which lets larger models fit a GPU
 
 
 @pytest.mark.parametrize("key", REMOVED)
