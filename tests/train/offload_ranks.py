@@ -121,7 +121,7 @@ def train(
         turn()
     digest = hashlib.sha256()
     for weight, tensor in backend.export():
-        digest.update(weight.encode() + tensor.contiguous().view(torch.uint8).clone().numpy().tobytes())
+        digest.update(weight.encode() + tensor.contiguous().view(torch.uint8).clone().cpu().numpy().tobytes())
     found["export"] = digest.hexdigest()
     saved = folder / f"{name}-{offloads}-{states.value}"
     backend.save(saved)
