@@ -270,9 +270,7 @@ def states_leave_gpu(config: RelaxConfig) -> bool:
     return config.optimizer.states is StatesPlace.host and config.placement.gpus_per_node > 0
 
 
-def adam_bytes(
-    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False
-) -> int:
+def adam_bytes(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False) -> int:
     """Returns the bytes of master weights and moments of the rank of `state_terms`, on the GPU or on the host."""
     trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
     copies = expert_copies = 1

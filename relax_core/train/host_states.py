@@ -8,7 +8,7 @@ depends on CUDA streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,9 +58,7 @@ class HostStates:
         """
         return self._memory.at(tensor)
 
-    def _update(
-        self, optimizer: Any, step: Callable[[], object], copies: dict[Tensor, tuple[Tensor, int]]
-    ) -> None:
+    def _update(self, optimizer: Any, step: Callable[[], object], copies: Mapping[Tensor, tuple[Tensor, int]]) -> None:
         """Runs ``step``, the update of ``optimizer``, over one bucket of parameters after the other.
 
         ``copies`` maps each master weight to its parameter and to its first element there.
@@ -86,7 +84,7 @@ class HostStates:
             optimizer.param_groups = groups
         training_device().synchronize()  # the host may read the states
 
-    def _read_parameters(self, copies: dict[Tensor, tuple[Tensor, int]], state_dict: None = None) -> None:
+    def _read_parameters(self, copies: Mapping[Tensor, tuple[Tensor, int]], state_dict: None = None) -> None:
         """Sets the master weights to the parameters; Megatron's argument ``state_dict`` is not used."""
         for main, (parameter, start) in copies.items():
             self.at(main.detach()).copy_(_part(main, parameter, start))

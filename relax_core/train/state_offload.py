@@ -28,8 +28,8 @@ WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "states"
 class HostMemory:
     """Holds copies of the device's storages in host memory, which is pinned on CUDA.
 
-    The memory of a storage is allocated at its first copy and used again. Copies on CUDA run in the order of the current
-    stream; synchronize before the host reads a copy. On ``meta`` a storage has only a size.
+    The memory of a storage is allocated at its first copy and used again. On CUDA the current stream copies, in order;
+    synchronize before the host reads a copy. On ``meta`` a storage has only a size.
     """
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ def states_on_device(backend: MegatronBackend) -> int:
 
 
 def three(folder: Path, name: str, **ranks: Any) -> list[dict[str, Any]]:
-    """Trains without offloads, with offloads, and with offloads and optimizer.states=host in buckets of few elements."""
+    """Trains without offloads, with offloads, and with both offloads and optimizer.states=host in small buckets."""
     runs = [train(folder, name, offloads=offloads, **ranks) for offloads in (False, True)]
     before, host_states.UPDATE_BUCKET_ELEMENTS = host_states.UPDATE_BUCKET_ELEMENTS, BUCKET_ELEMENTS
     try:
