@@ -65,13 +65,13 @@ class Plan:
 
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run uses this
     machine, else None. ``host_bytes`` is the memory of a host with GPUs for the state of its training ranks
-    (`host_state_bytes`). ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, or None for
-    engines on CPU cores. ``engines`` describes the engines that may be added during training, and ``engine_room`` the
-    resources of one such engine; it is None if no engine may be added. ``time`` is the estimate of a step's seconds; it
-    is None without a known GPU. ``data`` is the result of the data check, and ``left_out`` describes its unused and
-    shortened rows; both are empty if no data is available. A start prints ``warnings`` first. ``refused`` has the
-    reasons why the run cannot work, each with a fix. ``not_yet`` has the reasons why a run that can work cannot start
-    now. Memory and placement are empty if the layout itself is refused.
+    (`host_state_bytes`). ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs; it is
+    None for engines on CPU cores. ``engines`` describes the engines that may be added during training, and
+    ``engine_room`` the resources of one such engine; it is None if no engine may be added. ``time`` is the estimate of
+    a step's seconds; it is None without a known GPU. ``data`` is the result of the data check, and ``left_out``
+    describes its unused and shortened rows; both are empty if no data is available. A start prints ``warnings`` first.
+    ``refused`` has the reasons why the run cannot work, each with a fix. ``not_yet`` has the reasons why a run that can
+    work cannot start now. Memory and placement are empty if the layout itself is refused.
     """
 
     name: str
