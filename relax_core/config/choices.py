@@ -54,6 +54,13 @@ class Schedule(Enum):
 LastAssistant = Enum("LastAssistant", ["drop", "continue"])
 
 
+class StatesPlace(Enum):
+    """Lists the places of master weights and Adam's moments between updates."""
+
+    device = "device"
+    host = "host"
+
+
 class Overlong(Enum):
     """Lists the actions for prompts that are too long."""
 

@@ -24,6 +24,7 @@ from relax_core.config.choices import (
     Partial,
     Recompute,
     Schedule,
+    StatesPlace,
     Surplus,
     WeightTransportName,
 )
@@ -290,6 +291,7 @@ class OptimizerConfig:
     eps: float = MISSING
     weight_decay: float = MISSING
     clip_grad: float = MISSING
+    states: StatesPlace = MISSING
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.choices import GpuName, LauncherKind, ModeName
+from relax_core.config.choices import GpuName, LauncherKind, ModeName, StatesPlace
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import (
     ParallelConfig,
@@ -46,6 +46,7 @@ from relax_core.roles.process_placement import (
 )
 from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE
 from relax_core.server.order_types import EngineRoom
+from relax_core.train.device import DEVICES, VARIABLE
 from relax_core.train.parallel_layout import FORWARD_ROLES, first_stage_sizes, rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
@@ -91,6 +92,12 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
     if total == 0:
+        branch = DEVICES.get(os.environ.get(VARIABLE, ""))
+        if config.optimizer.states is StatesPlace.host and (branch is None or not branch.gpu):
+            yield (
+                "optimizer.states=host with placement.gpus_per_node=0: on CPU cores the states are in host memory "
+                "already. Use optimizer.states=device, or choose placement=gpu."
+            )
         if placement.roles or placement.nodes != 1:
             yield (
                 f"placement.nodes={placement.nodes}, placement.roles={placement.roles} with no GPUs. "

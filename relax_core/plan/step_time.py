@@ -18,7 +18,14 @@ from relax_core.config.choices import ModeName, Recompute
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
-from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes, state_terms
+from relax_core.plan.memory_terms import (
+    GIB,
+    adam_bytes,
+    dtype_bytes,
+    engine_bytes,
+    state_terms,
+    states_leave_gpu,
+)
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.roles.process_placement import engines_take_gpus, forward_columns, worker_group_layouts
@@ -89,7 +96,7 @@ class PassSeconds:
     """Holds the seconds of a role's passes over a train step.
 
     ``compute`` are those of operations, ``messages`` of tensor and expert parallelism, ``idle`` of the pipeline's start
-    and end, and ``update`` of gradients, optimizer and gathered weights.
+    and end, and ``update`` of gradients, optimizer, gathered weights and states on the host.
     """
 
     compute: float
@@ -156,12 +163,14 @@ def pass_seconds(
     trained: bool,
     recompute: bool = False,
     sharded_optimizer: bool = False,
+    host_states: float = 0.0,
     efficiency: Efficiency = EFFICIENCY,
 ) -> PassSeconds:
     """Returns the seconds of the passes of one role with ``layout`` over the rows of a train step.
 
     ``trained`` adds backward passes and updates; ``recompute`` means that layers compute their forward pass again. The
-    ranks of a data-parallel replica take neighbouring GPUs.
+    ranks of a data-parallel replica take neighbouring GPUs. ``host_states`` are the bytes of a rank's Adam states that
+    each update copies from the host to the GPU and back.
     """
     share = efficiency.experts if model.experts else efficiency.dense
     ranks = world_size(layout)
@@ -182,7 +191,9 @@ def pass_seconds(
         if sharded_optimizer:
             reduced = parameters * _ring(replicas) / 2 * (_GRADIENTS + _WEIGHTS)
         stepped = parameters / (replicas if sharded_optimizer else 1)
-        update = rows.updates * (reduced / rate + stepped * _UPDATE_BYTES / (gpu.bandwidth * efficiency.memory))
+        copied = 2 * host_states / (gpu.host * efficiency.link)
+        stepped_s = stepped * _UPDATE_BYTES / (gpu.bandwidth * efficiency.memory)
+        update = rows.updates * (reduced / rate + stepped_s + copied)
     return PassSeconds(compute=compute, messages=messages, idle=idle, update=update)
 
 
@@ -402,6 +413,7 @@ def estimate_step(
             trained=trained,
             recompute=trained and config.parallel.recompute is Recompute.full,
             sharded_optimizer=config.parallel.distributed_optimizer,
+            host_states=adam_bytes(config, config.parallel, model) if trained and states_leave_gpu(config) else 0,
         )
         exchanges = 2 if role == "reference" and role in of_actor else 0
         bytes_moved = 2 * exchanges * rank_parameters(model, layout) * dtype_bytes(config)  # to the host and back
@@ -476,7 +488,10 @@ def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> Phas
 
 
 def _state(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
-    """The weights and optimizer state of each rank go to the host and back; gradients are not copied."""
+    """The weights and optimizer state of each rank go to the host and back; gradients are not copied.
+
+    Adam states that are always on the host are copied in the updates (`pass_seconds`).
+    """
     terms = state_terms(config, config.parallel, model)
     of_rank = terms["weights"] + terms["Adam states"]
     return PhaseTime(

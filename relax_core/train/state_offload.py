@@ -30,26 +30,63 @@ WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "states"
 EXCHANGE_BYTES = 64 << 20  # bytes that an exchange of weights needs on the device
 
 
+class HostMemory:
+    """Holds copies of the device's storages in host memory, which is pinned on CUDA.
+
+    The memory of a storage is allocated at its first copy and used again. On CUDA the current stream copies, in order;
+    synchronize before the host reads a copy. On ``meta`` a storage has only a size.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}  # the storage's address in C++ → its bytes on the device
+        self._copies: dict[int, Tensor] = {}
+
+    def save(self, storage: UntypedStorage) -> None:
+        """Copies a storage to the host."""
+        device = training_device()
+        self._sizes[storage._cdata] = storage.nbytes()
+        if device.meta:
+            return
+        if storage._cdata not in self._copies:
+            self._copies[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.cuda)
+        self._copies[storage._cdata].copy_(_bytes_of(storage), non_blocking=device.cuda)
+
+    def restore(self, storage: UntypedStorage) -> None:
+        """Allocates the storage's memory on the device, and copies its saved bytes there."""
+        device = training_device()
+        data = resized(storage, self._sizes[storage._cdata])
+        if not device.meta:
+            data.copy_(self._copies[storage._cdata], non_blocking=device.cuda)
+
+    def at(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the device, or its view of the saved bytes if its storage has size 0."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() or not tensor.numel():
+            return tensor
+        copy = self._copies[storage._cdata].untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Offloaded:
-    """Holds a storage of size 0, its size in bytes on the device, and its bytes on the host (None: zeros)."""
+    """Holds a storage of size 0, its size in bytes on the device, and whether the host has its bytes (else zeros)."""
 
     storage: UntypedStorage
     size: int
-    host: Tensor | None
+    saved: bool
 
 
 class StateOffload:
     """Moves the parameters, gradients and optimizer state of a rank to the host and back, bit by bit.
 
     ``buffers`` are those of Megatron's data-parallel wrappers, and ``optimizer`` is None; both only exist in training.
-    On CUDA the host memory is pinned. It is allocated at the first offload and used again.
+    Optimizer states that `HostStates` keeps on the host stay there.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], *, buffers: Sequence[Any], optimizer: Any) -> None:
         self._models, self._buffers, self._optimizer = models, buffers, optimizer
         self._offloaded: list[_Offloaded] = []
-        self._host: dict[int, Tensor] = {}  # the storage's address in C++ → its host memory
+        self._host = HostMemory()
         self._reference: list[tuple[UntypedStorage, Tensor]] = []  # storages of trained weights, and reference weights
 
     @property
@@ -67,13 +104,12 @@ class StateOffload:
         for kind, storage in self._storages():
             if not storage.nbytes() or (keep_weights and kind == WEIGHTS):
                 continue
-            host = None if kind == GRADIENTS else self._host_memory(storage)
-            if host is not None:
-                host.copy_(_bytes_of(storage), non_blocking=device.cuda)
-            moved.append(_Offloaded(storage=storage, size=storage.nbytes(), host=host))
+            if kind != GRADIENTS:
+                self._host.save(storage)
+            moved.append(_Offloaded(storage=storage, size=storage.nbytes(), saved=kind != GRADIENTS))
         device.synchronize()  # the copies read the storages that are freed now
         for offloaded in moved:
-            offloaded.storage.resize_(0)
+            resized(offloaded.storage, 0)
         self._offloaded += moved
         if device.cuda:
             torch.cuda.empty_cache()
@@ -83,11 +119,10 @@ class StateOffload:
         """Returns the state to the device; does nothing if it is there."""
         device = training_device()
         for offloaded in self._offloaded:
-            offloaded.storage.resize_(offloaded.size)
-            if offloaded.host is None:
-                _bytes_of(offloaded.storage).zero_()
+            if offloaded.saved:
+                self._host.restore(offloaded.storage)
             else:
-                _bytes_of(offloaded.storage).copy_(offloaded.host, non_blocking=device.cuda)
+                resized(offloaded.storage, offloaded.size).zero_()
         device.synchronize()
         self._offloaded = []
 
@@ -120,13 +155,6 @@ class StateOffload:
                 here.copy_(there, non_blocking=device.cuda)
                 there.copy_(before, non_blocking=device.cuda)
         device.synchronize()
-
-    def _host_memory(self, storage: UntypedStorage) -> Tensor:
-        host = self._host.get(storage._cdata)
-        if host is None:
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=training_device().cuda)
-            self._host[storage._cdata] = host
-        return host
 
     def _storages(self) -> Iterator[tuple[str, UntypedStorage]]:
         """Yields each storage of the state once, with its kind; a parameter that an optimizer updates is a weight."""
@@ -162,6 +190,15 @@ class StateOffload:
         """Yields the master copies and moments of the optimizer; step counters stay."""
         if self._optimizer is not None:
             yield from (tensor for tensor in optimizer_tensors(self._optimizer) if tensor.dim())
+
+
+def resized(storage: UntypedStorage, size: int) -> Tensor:
+    """Resizes a storage to ``size`` bytes, and returns its bytes, whose values are undefined.
+
+    A rehearsal observes operators, and the operator that makes the result shows the new size.
+    """
+    storage.resize_(size)
+    return _bytes_of(storage)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -130,12 +130,17 @@ def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun)
     assert_same_as_the_loop(strict)
 
 
+@pytest.mark.parametrize("states", ["device", "host"])
 def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU branch on CPU tensors moves the state to the host after each step, also before a checkpoint."""
+    """The GPU branch on CPU tensors moves the state to the host after each step, also before a checkpoint.
+
+    With optimizer.states=host the optimizer's states are only in an update on the device.
+    """
     monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
-    moved = run_to_end(tmp_path / "run", "mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0")
+    settings = ("mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0", f"optimizer.states={states}")
+    moved = run_to_end(tmp_path / "run", *settings)
     assert moved.code == 0, moved.output
     moved.assert_all_samples_accounted()
     assert moved.checkpoints() == [4, 8, 10]

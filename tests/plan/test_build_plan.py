@@ -22,7 +22,9 @@ from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {
     "qwen3_0_6b_24gb_1gpu": 1,
+    "qwen3_1_7b_24gb_1gpu": 1,
     "qwen3_1_7b_48gb_1gpu": 1,
+    "qwen3_4b_48gb_1gpu": 1,
     "qwen3_4b_80gb_1gpu": 1,
     "qwen3_vl_4b_80gb_1gpu": 1,
     "qwen3_4b_colocate_8gpu": 8,
@@ -172,8 +174,9 @@ def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
         (60, [], "Set parallel.recompute=full."),
         (60, ["parallel.micro_batch_tokens=30000"], "Set parallel.recompute=full."),
         (75, ["parallel.micro_batch_tokens=30000"], "Set parallel.micro_batch_tokens="),
-        (38, [], "of its 10239 rows only "),
-        (30, [], "leave no room for a row: raise parallel.tp"),
+        (38, [], "Set parallel.recompute=full optimizer.states=host."),
+        (16, ["rollout.max_new_tokens=30000", "engine.context_length=32768"], "of its 32767 rows only "),
+        (14, [], "leave no room for a row: raise parallel.tp"),
     ],
 )
 def test_the_setting_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:

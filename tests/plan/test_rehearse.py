@@ -19,7 +19,16 @@ from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehea
 from relax_core.plan.rehearsed_step import largest_micro_batch
 from relax_core.plan.step_time import message_bytes, pass_flops, rows_of_trees
 from relax_core.plan.workload import Workload
-from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, LAYERS_BACKWARD, ONCE, Counts, extrapolated
+from relax_core.train.rehearsal.counts import (
+    EMBEDDING,
+    HEAD_BACKWARD,
+    LAYERS,
+    LAYERS_BACKWARD,
+    ONCE,
+    OPTIMIZER,
+    Counts,
+    extrapolated,
+)
 
 PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
 ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
@@ -98,6 +107,22 @@ def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int,
         check_export(counts, model, receives=stage == 0)
         found.append(counts)
     _check_work(config, model, plan.work, found)
+
+
+def test_states_on_the_host_are_on_the_device_by_buckets() -> None:
+    """With two layers the peak of the update is the embedding's bucket, and both models' state has no Adam states."""
+    config = planned("experiment=qwen3_1_7b_24gb_1gpu")
+    plan = make_plan(config)
+    model = replace(plan.model, layers=2)
+    (counts,) = run_jobs(config, plan.work, [Job(rank=0, layers=2, micro_batches=1)])
+    phases = trainer_phases(config, model, plan.work, stage=0)
+    for phase, name in ((HEAD_BACKWARD, "head"), (OPTIMIZER, "optimizer")):
+        peak = max(section.bytes for section in counts.sections if section.phase == phase)
+        assert sum(phases[name].values()) == pytest.approx(peak, rel=WITHIN), name
+    steps = GRAIN * (8 * 2 + 2)  # a counter for each parameter
+    assert counts.state["Adam states"] == steps
+    assert max(section.by_category.get("Adam states", 0) for section in counts.sections) == steps
+    check_reads(counts)
 
 
 def _check_work(config: RelaxConfig, model: ModelDimensions, work: Workload, stages: list[Counts]) -> None:

@@ -87,6 +87,24 @@ def test_slow_links_are_those_between_machines() -> None:
     assert far.update - near.update == pytest.approx(gradients / gpu.network - gradients / gpu.link)
 
 
+def test_states_on_the_host_cross_the_bus_twice_in_each_update(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, updates = replace(SLOW_PRODUCTS, flops=1e30, host=100.0), replace(rows(), updates=3)
+    update = pass_seconds(
+        DENSE, gpu, layout(), updates, gpus_per_node=8, trained=True, host_states=1000.0, efficiency=IDEAL
+    ).update
+    assert update == pytest.approx(3 * 2 * 1000 / 100)
+    on_host, on_gpu = (
+        {phase["name"]: phase["seconds"] for phase in shown(capsys, *line)["time"]["phases"]}
+        for line in (
+            ["experiment=qwen3_4b_48gb_1gpu"],
+            ["experiment=qwen3_4b_48gb_1gpu", "optimizer.states=device", "placement.gpu_memory_gib=80"],
+        )
+    )
+    # With one update in a step, the copies of an update replace those of a turn.
+    assert on_host["train"] - on_gpu["train"] == pytest.approx(on_gpu["trainer state"] - on_host["trainer state"])
+    assert on_gpu["trainer state"] == pytest.approx(7 * on_host["trainer state"])  # 14 and 2 bytes of a parameter
+
+
 def test_a_decode_step_reads_the_weights_and_the_cache_once() -> None:
     step = decode_step_seconds(
         DENSE, SLOW_MEMORY, ONE_ENGINE, running=16, context=1000, gpus_per_node=8, efficiency=IDEAL

@@ -89,8 +89,7 @@ def rehearse(
     try:
         with counting, FusedKernels(counting):
             rank = RehearsedRank(setup, counting=counting, unit=units.layers, temperature=temperature, media=media)
-            create_optimizer_state(rank.optimizer)
-            rank.name_state()
+            rank.create_state()
             state = counting.categories()
             before = counting.now
             counting.clear_counts()
@@ -185,8 +184,9 @@ class RehearsedRank(MegatronBackend):
 
     def _load_main_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def name_state(self) -> None:
-        """Gives the memory of the state its categories; the optimizer's state must exist."""
+    def create_state(self) -> None:
+        """Creates the optimizer's state, and gives the memory of the state its categories."""
+        create_optimizer_state(self.optimizer, keep=None if self._host_states is None else self._host_states.keep)
         buffers = gradient_buffers(self.model_chunks)
         name = self._counting.name
         name(optimizer_tensors(self.optimizer), ADAM)  # In float32 these include the weights, which come last.
