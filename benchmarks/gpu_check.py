@@ -283,11 +283,12 @@ def _run_lines(check: str, finished: Any) -> Iterator[Line]:
 
 
 def check_colocate(given: Given) -> Iterator[Line]:
-    """Runs trainer and engine alternately, on a GPU with SGLang."""
+    """Runs trainer and engine alternately, on a GPU with SGLang. The trainer also computes the reference's log-probs."""
+    words = ["algo.kl_coef=0.01", "algo.old_logprobs=actor_fwd"]
     if given.device != CUDA:
-        yield from _run_lines("colocate", _finished(given, "colocate", "mode=colocate"))
-        return
-    words = ["placement=one_gpu", f"engine.python={sys.executable}"]
+        words += ["mode=colocate", "placement.forward=actor"]
+    else:
+        words += ["placement=one_gpu", f"engine.python={sys.executable}"]
     yield from _run_lines("colocate", _finished(given, "colocate", *words))
 
 

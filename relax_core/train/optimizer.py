@@ -202,10 +202,12 @@ def main_weights(
 ) -> dict[Tensor, tuple[torch.nn.Parameter, int]]:
     """Returns each float32 copy that ``wrapped`` updates, its parameter, and its first element in the parameter."""
     updated = {main for group in wrapped.optimizer.param_groups for main in group["params"]}
-    found = {}
+    found: dict[Tensor, tuple[torch.nn.Parameter, int]] = {}
     for parameter in parameters:
         main, start = _main_weight(wrapped, parameter)
-        if main in updated and main is not parameter and parameter.dtype is not torch.float32:
+        if main is None or main is parameter or parameter.dtype is torch.float32:
+            continue
+        if main in updated:
             found[main] = (parameter, start)
     return found
 

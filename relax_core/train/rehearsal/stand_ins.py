@@ -67,7 +67,8 @@ def _senders(
     weights = []
     for rule in rules:
         owned = slices.get(rule.hf)
-        shape, senders = tensor_shape(rule, architecture), (rank + 1,)
+        shape = tensor_shape(rule, architecture)
+        senders: tuple[int, ...] = (rank + 1,)
         if owned is not None:
             shape = hf_weights._padded_shape(owned)
             senders = tuple(rank if piece == owned.piece else rank + 1 + piece for piece in range(owned.pieces))
