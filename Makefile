@@ -14,7 +14,7 @@ ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
 RUNS_IN := tests/integration
 REAL_IN := tests/real
 SIMULATED_IN := tests/simulated_device $(addprefix tests/train/,test_step.py test_updates.py test_parity.py test_critic_backend.py \
-  test_layout_ranks.py model/test_moe.py model/test_hybrid_trees.py checkpoints/test_model_checkpoint.py hf/test_hf_weights.py)
+  test_layout_ranks.py test_state_offload.py test_host_states.py model/test_moe.py model/test_hybrid_trees.py checkpoints/test_model_checkpoint.py hf/test_hf_weights.py)
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=

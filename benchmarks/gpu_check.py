@@ -179,8 +179,8 @@ def check_offload(given: Given) -> Iterator[Line]:
 def check_sizes(given: Given) -> Iterator[Line]:
     """Compares memory and seconds of real sizes with the plan."""
     from relax_core.config.compose import compose, typed_config
-    from relax_core.config.schema import ParallelConfig
     from relax_core.plan.gpu_models import GPU_MODELS, find_gpu_model
+    from relax_core.plan.memory_terms import adam_bytes, states_leave_gpu
     from relax_core.plan.model_dimensions import find_dimensions
     from relax_core.plan.step_time import Rows, pass_flops, pass_seconds
 
@@ -215,9 +215,12 @@ def check_sizes(given: Given) -> Iterator[Line]:
         if gpu_name is None:
             yield Line(check="sizes", what=f"{preset}, a train step", found=speed)
             continue
-        model, gpu = find_dimensions(typed_config(compose([f"experiment={preset}"]))), GPU_MODELS[gpu_name]
-        one = ParallelConfig(dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sequence_parallel=False)
-        guess = pass_seconds(model, gpu, one, rows, gpus_per_node=1, trained=True, recompute=True).total
+        config, gpu = typed_config(compose([f"experiment={preset}"])), GPU_MODELS[gpu_name]
+        model, one = find_dimensions(config), config.parallel
+        copied = adam_bytes(config, one, model) if states_leave_gpu(config) else 0
+        guess = pass_seconds(
+            model, gpu, one, rows, gpus_per_node=1, trained=True, recompute=True, host_states=copied
+        ).total
         of_peak = pass_flops(model, rows, trained=True, recompute=True) / seconds / gpu.flops
         yield Line(
             check="sizes",
@@ -280,11 +283,12 @@ def _run_lines(check: str, finished: Any) -> Iterator[Line]:
 
 
 def check_colocate(given: Given) -> Iterator[Line]:
-    """Runs trainer and engine alternately, on a GPU with SGLang."""
+    """Runs trainer (with the reference's log-probs) and engine alternately, on a GPU with SGLang."""
+    words = ["algo.kl_coef=0.01", "algo.old_logprobs=actor_fwd"]
     if given.device != CUDA:
-        yield from _run_lines("colocate", _finished(given, "colocate", "mode=colocate"))
-        return
-    words = ["placement=one_gpu", f"engine.python={sys.executable}"]
+        words += ["mode=colocate", "placement.forward=actor"]
+    else:
+        words += ["placement=one_gpu", f"engine.python={sys.executable}"]
     yield from _run_lines("colocate", _finished(given, "colocate", *words))
 
 

@@ -39,7 +39,7 @@ from relax_core.train.policy_backend import MegatronBackend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "train"))  # scripts of ranks import each other
 
-SIZED = ("qwen3_0_6b_24gb_1gpu", "qwen3_4b_80gb_1gpu")
+SIZED = ("qwen3_0_6b_24gb_1gpu", "qwen3_1_7b_24gb_1gpu", "qwen3_4b_80gb_1gpu")
 SIZED_MICRO_BATCHES, SIZED_STEPS, WARM_STEPS = 2, 4, 2
 SMALL = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
 GAP_SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
@@ -178,9 +178,10 @@ def offload(folder: Path) -> Mapping[str, Any]:
     ranks.make_models(folder)
     found = {}
     for name in ranks.ON_ONE:
-        plain, moved = ranks.both(folder, name)
-        equal = all(plain[key] == moved[key] for key in ("metrics", "export", "files"))
-        found[name] = {"equal": equal, "left": moved["offloaded"]["left"], "bytes": moved["offloaded"]["bytes"]}
+        plain, *others = ranks.three(folder, name)
+        for what, moved in zip((name, f"{name}, optimizer.states=host"), others, strict=True):
+            equal = all(plain[key] == moved[key] for key in ("metrics", "export", "files"))
+            found[what] = {"equal": equal, "left": moved["offloaded"]["left"], "bytes": moved["offloaded"]["bytes"]}
     return found
 
 

@@ -54,6 +54,13 @@ class Schedule(Enum):
 LastAssistant = Enum("LastAssistant", ["drop", "continue"])
 
 
+class StatesPlace(Enum):
+    """Lists the places of master weights and Adam's moments between updates."""
+
+    device = "device"
+    host = "host"
+
+
 class Overlong(Enum):
     """Lists the actions for prompts that are too long."""
 
@@ -91,6 +98,13 @@ class GpuName(Enum):
     l4 = "l4"
     a10 = "a10"
     rtx_4090 = "rtx_4090"
+
+
+class ForwardRanks(Enum):
+    """Names the processes that compute the log-probs of actor_fwd and reference."""
+
+    actor = "actor"
+    separate = "separate"
 
 
 class WeightTransportName(Enum):

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from relax_core.config.choices import (
+    ForwardRanks,
     GpuName,
     LastAssistant,
     LauncherKind,
@@ -23,6 +24,7 @@ from relax_core.config.choices import (
     Partial,
     Recompute,
     Schedule,
+    StatesPlace,
     Surplus,
     WeightTransportName,
 )
@@ -160,6 +162,7 @@ class PlacementConfig:
     gpus_per_node: int = MISSING  # 0 means that all processes run on CPU cores
     gpu: GpuName | None = None  # the model of the GPUs; None means that it is unknown, so no time is estimated
     gpu_memory_gib: float | None = None  # None means the memory of `gpu`
+    forward: ForwardRanks = ForwardRanks.separate  # the processes that compute the log-probs of actor_fwd and reference
     roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty means that all roles share all GPUs
 
 
@@ -288,6 +291,7 @@ class OptimizerConfig:
     eps: float = MISSING
     weight_decay: float = MISSING
     clip_grad: float = MISSING
+    states: StatesPlace = MISSING
 
 
 @dataclass

@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus, WeightTransportName
+from relax_core.config.choices import ForwardRanks, LauncherKind, ModeName, OnStale, Surplus, WeightTransportName
 from relax_core.config.engine_checks import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.error_messages import missing_name
 from relax_core.config.errors import NotYet, either
@@ -223,17 +223,18 @@ def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
     if config.placement.nodes > 1 or config.launcher.ray_address is not None:
         key = f"placement.nodes={config.placement.nodes}" if config.placement.nodes > 1 else "launcher.ray_address"
         yield NotYet(f"{key} with mode=colocate on GPUs is not built yet. Use one machine, or mode=async.")
-    models = {
-        "critic": needs.critic,
-        "reference": needs.reference,
-        "actor_fwd": needs.old_logprobs == "actor_fwd",
-        "teacher": needs.teacher is not None,
-    }
+    models = {"critic": needs.critic, "teacher": needs.teacher is not None}
     if wanted := [role for role, needed in models.items() if needed]:
         yield NotYet(
-            f"mode=colocate on GPUs with these settings of algo.name={config.algo.name}: {', '.join(wanted)} cannot "
-            "share GPUs with engines yet. Use mode=async, or settings without these roles, such as algo.kl_coef=0 "
-            "algo.old_logprobs=rollout."
+            f"mode=colocate on GPUs with algo.name={config.algo.name}: {', '.join(wanted)} cannot share GPUs with "
+            "engines yet. Use mode=async, or an algorithm without these roles, such as algo=grpo."
+        )
+    forward = {"reference": needs.reference, "actor_fwd": needs.old_logprobs == "actor_fwd"}
+    wanted = [role for role, needed in forward.items() if needed]
+    if wanted and config.placement.forward is ForwardRanks.separate:
+        yield (
+            f"placement.forward=separate with mode=colocate on GPUs: processes of {' and '.join(wanted)} cannot share "
+            "GPUs with engines. Use placement.forward=actor, or mode=async."
         )
 
 

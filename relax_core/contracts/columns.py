@@ -6,7 +6,7 @@ defines the column's dtype; the number of rows is the tree's. Episodes and media
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from relax_core.contracts.media import Media
 from relax_core.contracts.tree import BY_TOKEN, Episode, TokenTree, check_tree
 
 Columns = dict[str, bytes]
+GroupColumns = dict[str, Columns]  # group uid → column → encoded values
 
 TOKEN_IDS = "token_ids"
 END = "end"
@@ -116,6 +117,11 @@ def encode_tree(tree: TokenTree) -> Columns:
         assert tree.kept.tokens == tree.rows, "a tree has one kept set for each row"
         columns[KEPT_TOKENS] = _encoder.encode(tree.kept)
     return columns
+
+
+def with_columns(rows: Iterable[Group], columns: Mapping[str, Mapping[str, bytes]]) -> list[Group]:
+    """Returns the groups with further ``columns`` (group uid → column → encoded values)."""
+    return [msgspec.structs.replace(row, columns={**row.columns, **columns.get(row.group_uid, {})}) for row in rows]
 
 
 def encode_column(name: str, array: np.ndarray) -> bytes:

@@ -207,6 +207,10 @@ class TokenTree:
         """Returns the tree with these extras added."""
         return self._same_rows(replace(self, extras={**self.extras, **extras}))
 
+    def without_extra(self, name: str) -> TokenTree:
+        """Returns the tree without the extra ``name``, which it need not have."""
+        return self._same_rows(replace(self, extras={key: self.extras[key] for key in self.extras if key != name}))
+
     def with_loss_mask(self, loss_mask: np.ndarray) -> TokenTree:
         """Returns the tree with another loss mask."""
         return self._same_rows(replace(self, loss_mask=loss_mask))

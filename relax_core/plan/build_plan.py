@@ -34,6 +34,7 @@ from relax_core.plan.memory_plan import (
     cache_tokens_that_fit,
     cpu_holders,
     gpu_holders,
+    host_state_bytes,
 )
 from relax_core.plan.memory_terms import GIB, MemoryHolder, Transfers, engine_bytes, find_transfers, size_text
 from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions
@@ -63,13 +64,14 @@ class Plan:
     """Holds the plan of a run.
 
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run uses this
-    machine, else None. ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs, or None for
-    engines on CPU cores. ``engines`` describes the engines that may be added during training, and ``engine_room`` the
-    resources of one such engine; it is None if no engine may be added. ``time`` is the estimate of a step's seconds; it
-    is None without a known GPU. ``data`` is the result of the data check, and ``left_out`` describes its unused and
-    shortened rows; both are empty if no data is available. A start prints ``warnings`` first. ``refused`` has the
-    reasons why the run cannot work, each with a fix. ``not_yet`` has the reasons why a run that can work cannot start
-    now. Memory and placement are empty if the layout itself is refused.
+    machine, else None. ``host_bytes`` is the memory of a host with GPUs for the state of its training ranks
+    (`host_state_bytes`). ``cache_tokens_fit`` is the number of KV-cache tokens that fit on one engine's GPUs; it is
+    None for engines on CPU cores. ``engines`` describes the engines that may be added during training, and
+    ``engine_room`` the resources of one such engine; it is None if no engine may be added. ``time`` is the estimate of
+    a step's seconds; it is None without a known GPU. ``data`` is the result of the data check, and ``left_out``
+    describes its unused and shortened rows; both are empty if no data is available. A start prints ``warnings`` first.
+    ``refused`` has the reasons why the run cannot work, each with a fix. ``not_yet`` has the reasons why a run that can
+    work cannot start now. Memory and placement are empty if the layout itself is refused.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Plan:
     work: Workload
     memory: Sequence[MemoryHolder]
     free_bytes: int | None
+    host_bytes: int
     cache_tokens: int
     cache_tokens_fit: int | None
     transfers: Transfers
@@ -138,7 +141,13 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
     room = engine_room(config, memory, here=_runs_here(config))
     transfers = find_transfers(config, requirements, model=model, work=work)
-    of_host = host_warnings(config, memory, transfers, shared_memory=SHARED_MEMORY) if _runs_here(config) else ()
+    host_bytes = 0 if refused else host_state_bytes(config, gpus_of(config, roles), model)
+    of_host: list[str] = []
+    if _runs_here(config):
+        of_host = [
+            *_host_memory_warning(host_bytes, free=available_bytes()),
+            *host_warnings(config, memory, transfers, shared_memory=SHARED_MEMORY),
+        ]
     return Plan(
         name=config.name,
         model=model,
@@ -152,6 +161,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         work=work,
         memory=memory,
         free_bytes=free,
+        host_bytes=host_bytes,
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
         transfers=transfers,
@@ -274,6 +284,14 @@ def host_warnings(
         yield (
             f"{NCCL_INTERFACES}={names} matches no network interface of this machine "
             f"({', '.join(network_interfaces())}). Unset it or name another interface."
+        )
+
+
+def _host_memory_warning(needed: int, *, free: int) -> Iterator[str]:
+    if needed > free:
+        yield (
+            f"the state of the trainer needs {size_text(needed)} of pinned host memory, and this machine has "
+            f"{size_text(free)} free. Use a machine with more memory, or a smaller model."
         )
 
 
@@ -411,6 +429,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"{sum(holder.count for holder in small)} other processes: {size_text(rest)}, their imports"
         free = f", {size_text(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
         yield f"sum of all peaks: {size_text(plan.total_bytes)}{free}"
+    if plan.host_bytes:
+        yield f"host memory of a node for the trainer's state: {size_text(plan.host_bytes)}"
     fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
     yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
 

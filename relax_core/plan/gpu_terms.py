@@ -13,18 +13,21 @@ from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory_terms import (
     FLOAT,
+    adam_bytes,
     dtype_bytes,
     in_flight,
     mask_bytes,
+    optimizer_bytes_a_parameter,
     patches_of_micro_batch,
     patches_of_rank,
     stage_layers,
     state_terms,
+    states_leave_gpu,
 )
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_algorithm
-from relax_core.train.parallel_layout import LOGPROB_CHUNK_ROWS
+from relax_core.train.parallel_layout import LOGPROB_CHUNK_ROWS, UPDATE_BUCKET_ELEMENTS
 
 _LONG = 8  # bytes of an int64
 _ROTARY_TABLES = 4  # cosines and sines, for queries and for keys
@@ -135,7 +138,6 @@ def trainer_phases(
         **(_tower_terms(config, model, work, flight=flight) if stage == 0 else {}),
     }
     matrix = model.vocabulary * model.hidden // parallel.tp
-    ends = stage == 0 or last
     phases = {"forward": {**state, **held, "temporaries": round(rows * temporary)}}
     if last:
         phases["head"] = {**state, **held, "logits chunk": head_bytes(config, model, work)}
@@ -148,8 +150,26 @@ def trainer_phases(
     }
     if stage == 0 and parallel.recompute is Recompute.full and (block := _tower_block(config, model, work)):
         phases["towers backward"] = {**state, **held, **block}
-    phases["optimizer"] = {**state, "largest gradient": matrix * FLOAT if ends else 0}
+    phases["optimizer"] = {**state, "Adam states of a bucket": _bucket_bytes(config, model, stage=stage)}
     return phases
+
+
+def _bucket_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) -> int:
+    """Returns the Adam states on the GPU while an update with optimizer.states=host runs over the largest bucket.
+
+    A bucket is one parameter, or several parameters with `UPDATE_BUCKET_ELEMENTS` elements (`HostStates`). Parts of a
+    parameter with the distributed optimizer are counted as the whole parameter.
+    """
+    if not states_leave_gpu(config):
+        return 0
+    parallel = config.parallel
+    feed = 2 * model.feed_forward * model.hidden // parallel.tp
+    if model.experts is not None:
+        feed = 2 * model.experts.width * model.hidden // parallel.etp
+    ends = stage in (0, parallel.pp - 1)
+    largest = max(UPDATE_BUCKET_ELEMENTS, feed, model.vocabulary * model.hidden // parallel.tp if ends else 0)
+    whole = adam_bytes(config, parallel, model, later=stage > 0)
+    return min(whole, largest * optimizer_bytes_a_parameter(config))
 
 
 def _layers_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) -> tuple[float, float, float]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from relax_core.config.choices import ModeName, Recompute
+from relax_core.config.choices import ModeName, Recompute, StatesPlace
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
@@ -24,6 +25,7 @@ from relax_core.plan.memory_terms import (
     MemoryHolder,
     Phase,
     activation_terms,
+    adam_bytes,
     dtype_bytes,
     encode_worker_bytes,
     engine_bytes,
@@ -35,12 +37,13 @@ from relax_core.plan.memory_terms import (
     shared_item_bytes,
     stages_of,
     state_terms,
+    states_leave_gpu,
 )
 from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
 from relax_core.plan.placement import ROLLOUT
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
-from relax_core.roles.process_placement import worker_group_layouts
+from relax_core.roles.process_placement import actor_columns, worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
@@ -108,15 +111,21 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
         changes.append({"distributed_optimizer": True})
     if parallel.recompute is not Recompute.full:
         changes += [change | {"recompute": Recompute.full} for change in tuple(changes)]
-    for change in changes:
-        changed = replace(config, parallel=replace(parallel, **change))
-        rows = work.micro_batch_rows if peak(changed, work) <= limit else _rows_that_fit(changed, work, peak, limit)
-        if rows >= work.episode_rows:
-            words = [f"parallel.{key}={_typed(value)}" for key, value in change.items()]
-            if rows < work.micro_batch_rows:
-                words.append(f"parallel.micro_batch_tokens={rows}")
-            return f"Set {' '.join(words)}"
-    tried = f" with parallel.recompute=full{' parallel.distributed_optimizer=true' if len(changes[-1]) > 1 else ''}"
+    places = (config.optimizer.states,) if states_leave_gpu(config) else (StatesPlace.device, StatesPlace.host)
+    for place in places:
+        moved = replace(config, optimizer=replace(config.optimizer, states=place))
+        for change in changes:
+            changed = replace(moved, parallel=replace(parallel, **change))
+            rows = work.micro_batch_rows if peak(changed, work) <= limit else _rows_that_fit(changed, work, peak, limit)
+            if rows >= work.episode_rows:
+                words = [f"parallel.{key}={_typed(value)}" for key, value in change.items()]
+                if place is not config.optimizer.states:
+                    words.append(f"optimizer.states={place.value}")
+                if rows < work.micro_batch_rows:
+                    words.append(f"parallel.micro_batch_tokens={rows}")
+                return f"Set {' '.join(words)}"
+    sharded = " parallel.distributed_optimizer=true" if "distributed_optimizer" in changes[-1] else ""
+    tried = f" with parallel.recompute=full{sharded} optimizer.states=host"
     if rows == 0:
         return f"Even{tried} its weights, gradients and Adam states leave no room for a row: {_MORE_GPUS}"
     return (
@@ -292,6 +301,8 @@ def _trainer_phases(
     published = model.parameters * dtype_bytes(config)
     imports = _imports(TRAINER, model, vision=TRAINER_VISION)
     state = {"imports": imports, **state_terms(config, parallel, model, later=later)}
+    if publishes and c.REFERENCE_LOGPROBS in actor_columns(config):
+        state["reference's weights"] = share_of(parallel, model, later=later).parameters * dtype_bytes(config)
     activations = activation_terms(config, parallel, model, work, later=later)
     forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
@@ -463,6 +474,26 @@ def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workl
     """Returns the phases of the pipeline stage with the largest peak."""
     stages = [_stage_phases(config, model, work, stage=stage) for stage in fullest_stages(config.parallel)]
     return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
+
+
+def host_state_bytes(config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions) -> int:
+    """Returns the host memory of a node with GPUs that has the states of its training ranks.
+
+    These are Adam states with optimizer.states=host, weights and Adam states between the turns of mode=colocate, and
+    the reference's weights with placement.forward=actor. ``gpus`` maps each role to its number of GPUs.
+    """
+    colocate = config.mode.name is ModeName.colocate
+    offloads = colocate or states_leave_gpu(config)
+    references = int(c.REFERENCE_LOGPROBS in actor_columns(config))
+    if not config.placement.gpus_per_node or not (offloads or references):
+        return 0
+    ranks = gpus["actor"] + (gpus.get("critic", 0) if offloads and not colocate else 0)
+    of_rank = 0
+    for later in stages_of(config.parallel):
+        adam = adam_bytes(config, config.parallel, model, later=later) if offloads else 0
+        weights = share_of(config.parallel, model, later=later).parameters * dtype_bytes(config)
+        of_rank = max(of_rank, adam + (int(colocate) + references) * weights)
+    return min(ranks, config.placement.gpus_per_node) * of_rank
 
 
 def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, stage: int) -> tuple[Phase, ...]:

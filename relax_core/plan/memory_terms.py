@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute
+from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute, StatesPlace
 from relax_core.config.model_checks import family_of_run, frozen_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
@@ -253,19 +253,32 @@ def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> 
 def state_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False
 ) -> dict[str, int]:
-    """Returns the memory of a training rank of the first stage, or with ``later`` of the last stage, between steps."""
-    share = share_of(parallel, model, later=later)
+    """Returns the memory of a training rank of the first stage, or with ``later`` of the last stage, between steps.
+
+    On a GPU it is the GPU's memory, which has no Adam states with optimizer.states=host.
+    """
+    trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
+    return {
+        "weights": share_of(parallel, model, later=later).parameters * dtype_bytes(config),
+        "gradients": trained.parameters * FLOAT,
+        "Adam states": 0 if states_leave_gpu(config) else adam_bytes(config, parallel, model, later=later),
+    }
+
+
+def states_leave_gpu(config: RelaxConfig) -> bool:
+    """Returns whether master weights and moments are in host memory, and the trainer on a GPU."""
+    return config.optimizer.states is StatesPlace.host and config.placement.gpus_per_node > 0
+
+
+def adam_bytes(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False) -> int:
+    """Returns the bytes of master weights and moments of the rank of `state_terms`, on the GPU or on the host."""
     trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
     copies = expert_copies = 1
     if parallel.distributed_optimizer:
         copies = parallel.dp * parallel.cp
         expert_copies = parallel.tp * parallel.cp * parallel.dp // (parallel.ep * parallel.etp)
     of_adam = (trained.dense + trained.whole) // copies + trained.experts // expert_copies
-    return {
-        "weights": share.parameters * dtype_bytes(config),
-        "gradients": trained.parameters * FLOAT,
-        "Adam states": of_adam * optimizer_bytes_a_parameter(config),
-    }
+    return of_adam * optimizer_bytes_a_parameter(config)
 
 
 def activation_terms(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.choices import GpuName, LauncherKind, ModeName
+from relax_core.config.choices import GpuName, LauncherKind, ModeName, StatesPlace
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import (
     ParallelConfig,
@@ -37,10 +37,17 @@ from relax_core.plan.memory_terms import (
 from relax_core.plan.model_dimensions import ModelDimensions, layout_shape
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
-from relax_core.roles.process_placement import engines_take_gpus, judges_take_gpus, layout_key, worker_group_layouts
+from relax_core.roles.process_placement import (
+    engines_take_gpus,
+    forward_columns,
+    judges_take_gpus,
+    layout_key,
+    worker_group_layouts,
+)
 from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE
 from relax_core.server.order_types import EngineRoom
-from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
+from relax_core.train.device import DEVICES, VARIABLE
+from relax_core.train.parallel_layout import FORWARD_ROLES, first_stage_sizes, rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"  # the role's GPUs run the engines
@@ -85,6 +92,12 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
     if total == 0:
+        branch = DEVICES.get(os.environ.get(VARIABLE, ""))
+        if config.optimizer.states is StatesPlace.host and (branch is None or not branch.gpu):
+            yield (
+                "optimizer.states=host with placement.gpus_per_node=0: on CPU cores the states are in host memory "
+                "already. Use optimizer.states=device, or choose placement=gpu."
+            )
         if placement.roles or placement.nodes != 1:
             yield (
                 f"placement.nodes={placement.nodes}, placement.roles={placement.roles} with no GPUs. "
@@ -123,12 +136,18 @@ def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]
         return
     for role in needed:
         if placement.roles.get(role, 0) < 1:
+            shared = ", or set placement.forward=actor" if role in FORWARD_ROLES else ""
             yield (
                 f"placement.roles.{role} is not set, and algo={config.algo.name} needs that role. "
-                f"Give it GPUs: +placement.roles.{role}=4"
+                f"Give it GPUs: +placement.roles.{role}=4{shared}"
             )
     for role in placement.roles:
-        if role not in needed:
+        if role in forward_columns(config) and role not in needed:
+            yield (
+                f"placement.roles.{role}={placement.roles[role]} with placement.forward=actor: the actor's ranks "
+                "compute its log-probs. Drop it, or set placement.forward=separate."
+            )
+        elif role not in needed:
             yield (
                 f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} as it is set starts no such "
                 f"role on a GPU. Drop it. Its roles: {', '.join(needed)}."

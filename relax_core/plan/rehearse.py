@@ -314,6 +314,7 @@ def _rank_lines(rank: RankRehearsal, micro_batches: int) -> Iterator[str]:
     for name, size in sorted(peak.by_category.items(), key=lambda pair: -pair[1]):
         if size >= GIB // 100:
             yield f"    {name:{_WIDTH}} {_gib(size)}"
+    yield f"  an export of the weights needs {_gib(counts.published)} beside the state"
     yield "  peak by phase"
     for section in peaks_by_phase(counts).values():
         yield f"    {section.phase:{_WIDTH}} {_gib(section.bytes)}"

@@ -18,10 +18,17 @@ from relax_core.config.choices import ModeName, Recompute
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
-from relax_core.plan.memory_terms import GIB, dtype_bytes, engine_bytes, state_terms
+from relax_core.plan.memory_terms import (
+    GIB,
+    adam_bytes,
+    dtype_bytes,
+    engine_bytes,
+    state_terms,
+    states_leave_gpu,
+)
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
-from relax_core.roles.process_placement import engines_take_gpus, worker_group_layouts
+from relax_core.roles.process_placement import engines_take_gpus, forward_columns, worker_group_layouts
 from relax_core.train.parallel_layout import Layout, world_size
 
 _MULTIPLY_ADD = 2
@@ -89,7 +96,7 @@ class PassSeconds:
     """Holds the seconds of a role's passes over a train step.
 
     ``compute`` are those of operations, ``messages`` of tensor and expert parallelism, ``idle`` of the pipeline's start
-    and end, and ``update`` of gradients, optimizer and gathered weights.
+    and end, and ``update`` of gradients, optimizer, gathered weights and states on the host.
     """
 
     compute: float
@@ -156,12 +163,14 @@ def pass_seconds(
     trained: bool,
     recompute: bool = False,
     sharded_optimizer: bool = False,
+    host_states: float = 0.0,
     efficiency: Efficiency = EFFICIENCY,
 ) -> PassSeconds:
     """Returns the seconds of the passes of one role with ``layout`` over the rows of a train step.
 
     ``trained`` adds backward passes and updates; ``recompute`` means that layers compute their forward pass again. The
-    ranks of a data-parallel replica take neighbouring GPUs.
+    ranks of a data-parallel replica take neighbouring GPUs. ``host_states`` are the bytes of a rank's Adam states that
+    each update copies from the host to the GPU and back.
     """
     share = efficiency.experts if model.experts else efficiency.dense
     ranks = world_size(layout)
@@ -182,7 +191,9 @@ def pass_seconds(
         if sharded_optimizer:
             reduced = parameters * _ring(replicas) / 2 * (_GRADIENTS + _WEIGHTS)
         stepped = parameters / (replicas if sharded_optimizer else 1)
-        update = rows.updates * (reduced / rate + stepped * _UPDATE_BYTES / (gpu.bandwidth * efficiency.memory))
+        copied = 2 * host_states / (gpu.host * efficiency.link)
+        stepped_s = stepped * _UPDATE_BYTES / (gpu.bandwidth * efficiency.memory)
+        update = rows.updates * (reduced / rate + stepped_s + copied)
     return PassSeconds(compute=compute, messages=messages, idle=idle, update=update)
 
 
@@ -334,13 +345,15 @@ class PhaseTime:
 class StepTime:
     """Holds the estimate of a train step, for responses of maximal length.
 
-    ``alternates`` tells whether the phases run one after the other. ``tokens`` are the sampled tokens of a step, and
+    ``alternates`` tells whether the phases run one after the other. ``of_actor`` names the phases on the actor's GPUs,
+    which always run one after the other. ``tokens`` are the sampled tokens of a step, and
     ``gpus`` all GPUs of the run.
     """
 
     gpu: str
     gpus: int
     alternates: bool
+    of_actor: Sequence[str]
     tokens: int
     phases: Sequence[PhaseTime]
     not_estimated: Sequence[str]
@@ -352,7 +365,8 @@ class StepTime:
         if self.alternates:
             return sum(times.values())
         weights = times.pop(WEIGHTS_PHASE)
-        return max(times.values()) + weights
+        trainer = sum(times.pop(name) for name in self.of_actor)
+        return max(trainer, *times.values()) + weights
 
 
 ROLLOUT_PHASE, TRAIN_PHASE, WEIGHTS_PHASE, STATE_PHASE = "rollout", "train", "weights", "trainer state"
@@ -386,7 +400,9 @@ def estimate_step(
     )
     alternates = config.mode.name is ModeName.colocate or config.mode.versions_in_flight == 1
     phases = [_rollout(config, model, gpu, work, towers=towers, alternates=alternates)]
-    for role, layout in worker_group_layouts(config).items():
+    layouts = worker_group_layouts(config)
+    of_actor = [role for role in forward_columns(config) if role not in layouts]
+    for role, layout in (layouts | dict.fromkeys(of_actor, config.parallel)).items():
         trained = role == "actor"
         seconds = pass_seconds(
             model,
@@ -397,8 +413,12 @@ def estimate_step(
             trained=trained,
             recompute=trained and config.parallel.recompute is Recompute.full,
             sharded_optimizer=config.parallel.distributed_optimizer,
+            host_states=adam_bytes(config, config.parallel, model) if trained and states_leave_gpu(config) else 0,
         )
-        phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, tokens=tokens))
+        exchanges = 2 if role == "reference" and role in of_actor else 0
+        bytes_moved = 2 * exchanges * rank_parameters(model, layout) * dtype_bytes(config)  # to the host and back
+        exchange = bytes_moved / (gpu.host * EFFICIENCY.link)
+        phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, exchange=exchange, tokens=tokens))
     phases.append(_weights(config, model, gpu))
     if config.mode.name is ModeName.colocate:
         phases.append(_state(config, model, gpu))
@@ -406,6 +426,7 @@ def estimate_step(
         gpu=placement.gpu.value,
         gpus=placement.nodes * node if not placement.roles else sum(placement.roles.values()),
         alternates=alternates,
+        of_actor=[TRAIN_PHASE, *of_actor],
         tokens=tokens,
         phases=phases,
         not_estimated=[role for role in roles if role in _NOT_ESTIMATED],
@@ -444,15 +465,16 @@ def _rollout(
     )
 
 
-def _pass_phase(name: str, seconds: PassSeconds, *, tokens: int) -> PhaseTime:
+def _pass_phase(name: str, seconds: PassSeconds, *, exchange: float, tokens: int) -> PhaseTime:
     parts = {
         "compute": seconds.compute,
         "messages": seconds.messages,
         "pipeline idle": seconds.idle,
         "update": seconds.update,
+        "exchange of weights": exchange,
     }
     detail = ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
-    return PhaseTime(name=name, seconds=seconds.total, tokens=tokens, detail=detail)
+    return PhaseTime(name=name, seconds=seconds.total + exchange, tokens=tokens, detail=detail)
 
 
 def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
@@ -466,7 +488,10 @@ def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> Phas
 
 
 def _state(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
-    """The weights and optimizer state of each rank go to the host and back; gradients are not copied."""
+    """The weights and optimizer state of each rank go to the host and back; gradients are not copied.
+
+    Adam states that are always on the host are copied in the updates (`pass_seconds`).
+    """
     terms = state_terms(config, config.parallel, model)
     of_rank = terms["weights"] + terms["Adam states"]
     return PhaseTime(

@@ -9,7 +9,7 @@ from typing import Any
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import RelaxConfig
-from relax_core.roles.process_placement import worker_group_layouts
+from relax_core.roles.process_placement import forward_columns, worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
 
 # Keys that only training reads. All keys of `optimizer` belong to them, too.
@@ -63,7 +63,10 @@ def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
         yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 no other rank can store a part"
     if not set(FORWARD_ROLES) & set(worker_group_layouts(config)) and world_size(parallel.forward) > 1:
-        yield "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference"
+        why = "the algorithm as it is set starts neither actor_fwd nor the reference"
+        if forward_columns(config):
+            why = "with placement.forward=actor the actor's ranks compute these log-probs"
+        yield f"parallel.forward: {why}"
 
 
 def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:

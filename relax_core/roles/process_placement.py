@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.choices import ModeName
+from relax_core.config.choices import ForwardRanks, ModeName
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
+from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.media_file import node_folder
 from relax_core.registry import find_algorithm, find_engine
@@ -179,7 +180,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
             roles[TEACHER_ENGINE] = len(requirements.teacher.models)
     if judges := len(judge_engines(config)):
         roles[JUDGE_ENGINE] = judges
-    if not computes_advantages_per_group(config):
+    if not computes_advantages_per_group(config) and c.ADVANTAGES not in actor_columns(config):
         roles["advantages"] = 1
     return roles
 
@@ -191,13 +192,33 @@ def equal_trainers(config: RelaxConfig) -> list[list[str]]:
 
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
     """Maps each role that runs the ranks of one model to its parallel layout."""
-    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
-    if requirements.old_logprobs == "actor_fwd":
-        layouts["actor_fwd"] = config.parallel.forward
-    if requirements.reference:
-        layouts["reference"] = config.parallel.forward
+    if config.placement.forward is ForwardRanks.separate:
+        layouts |= dict.fromkeys(forward_columns(config), config.parallel.forward)
     return layouts
+
+
+def forward_columns(config: RelaxConfig) -> dict[str, str]:
+    """Maps actor_fwd and reference, if the algorithm needs them, to the columns with their log-probs."""
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    columns = {}
+    if requirements.old_logprobs == "actor_fwd":
+        columns["actor_fwd"] = c.OLD_LOGPROBS
+    if requirements.reference:
+        columns["reference"] = c.REFERENCE_LOGPROBS
+    return columns
+
+
+def actor_columns(config: RelaxConfig) -> tuple[str, ...]:
+    """Returns the columns that the actor's ranks compute before a train step (``placement.forward=actor``).
+
+    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them.
+    """
+    logprobs = tuple(forward_columns(config).values())
+    if config.placement.forward is ForwardRanks.separate or not logprobs:
+        return ()
+    critic = find_algorithm(config.algo.name).requirements(config.algo).critic
+    return (*logprobs, c.ADVANTAGES, *([c.RETURNS] if critic else []))
 
 
 def layout_key(role: str) -> str:

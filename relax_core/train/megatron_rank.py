@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from relax_core.config.choices import StatesPlace
 from relax_core.config.learning_rate_schedule import learning_rate
 from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
@@ -44,6 +45,7 @@ from relax_core.train.device import training_device
 from relax_core.train.hf.hf_export import stored_dtypes
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
+from relax_core.train.host_states import HostStates
 from relax_core.train.micro_batches import ROW, MicroBatcher, RankClock, TowerWork, pack_tree, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
@@ -51,7 +53,7 @@ from relax_core.train.model.moe import balance_metrics, clear_counts, router_row
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import build_optimizer, freeze_parts, set_main_weights, wrap_for_training
 from relax_core.train.parallel_layout import world_size
-from relax_core.train.state_offload import StateOffload
+from relax_core.train.state_offload import StateOffload, resized
 from relax_core.weights.folder_stream import open_safetensors
 
 
@@ -400,6 +402,7 @@ class MegatronRank:
                 slices=list(self._weights.all_slices.values()),
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
+                host_states=self._host_states,
             )
         buffers = gradient_buffers(self.model_chunks) if trainable else []
         self._state_offload = StateOffload(self.models, buffers=buffers, optimizer=self.optimizer)
@@ -425,13 +428,11 @@ class MegatronRank:
         self.model: Any = self.models[-1]  # On the last pipeline stage this chunk ends in the head.
         self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
+        self._host_states: HostStates | None = None
         if trainable:
             freeze_parts(self.models, setup.frozen, self.architecture)
             self.model_chunks = wrap_for_training(self.models, parallel=parallel, dtype=self._dtype)
-            sharded = parallel.distributed_optimizer
-            self.optimizer = build_optimizer(
-                setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
-            )
+            self._build_optimizer()
         # The wrapper may move the parameters into its own buffer, so the weights are mapped after it.
         self._weights = HfWeights(self.models, self.architecture, value_head=value_head)
         self._balanced = list(routers(self.models))
@@ -439,6 +440,20 @@ class MegatronRank:
         self.load_weights(open_safetensors(setup.model_folder))
         if trainable and self._dtype != torch.float32:
             self._load_main_weights(setup.model_folder, value_head=value_head)
+
+    def _build_optimizer(self) -> None:
+        config, sharded = self._setup.optimizer, self._parallel.distributed_optimizer
+        on_host = config.states is StatesPlace.host
+        # Megatron makes all master weights on the device. The gradients' memory is free until they are on the host.
+        buffers = gradient_buffers(self.model_chunks) if on_host else []
+        freed = [(storage := buffer.grad_data.untyped_storage(), storage.nbytes()) for buffer in buffers]
+        for storage, _ in freed:
+            resized(storage, 0)
+        self.optimizer = build_optimizer(config, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype)
+        if on_host:
+            self._host_states = HostStates(self.optimizer, self.models)
+        for storage, size in freed:
+            resized(storage, size).zero_()
 
     def _load_main_weights(self, folder: Path, *, value_head: bool) -> None:
         """Initializes the optimizer's float32 copies from the float32 weights of ``folder``, if it has such weights.
@@ -453,7 +468,7 @@ class MegatronRank:
         HfWeights(self.models, self.architecture, value_head=value_head, tensor_of=weights.__getitem__).load(
             open_safetensors(folder)
         )
-        set_main_weights(self.optimizer, weights)
+        set_main_weights(self.optimizer, weights, at=None if self._host_states is None else self._host_states.at)
 
     # -- One update ---------------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
@@ -587,6 +602,27 @@ class MegatronRank:
     def onload(self) -> None:
         """Returns the state to the device, bit by bit; does nothing if it is there."""
         self._state_offload.onload()
+
+    # -- Weights of the reference --------------------------------------------------------------------------------
+    def keep_reference(self) -> None:
+        """Keeps the current weights on the host as the reference's. Call it before `load` and the first update."""
+        self._state_offload.keep_reference()
+
+    @contextlib.contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Has the reference's weights in the model while the block runs. The call is collective."""
+        self._wait_for_gathers()
+        with self._state_offload.reference_weights():
+            yield
+            self._wait_for_gathers()
+
+    def _wait_for_gathers(self) -> None:
+        """Waits for gathers of parameters, including a gather that a forward pass started and did not use."""
+        self._gather_parameters()
+        for chunk in self.model_chunks if self._overlap else ():
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
 
     # -- Passes over one micro-batch, which the schedule calls ---------------------------------------------------
     def padded_rows(self, groups: Sequence[TokenTree]) -> int:

@@ -6,7 +6,7 @@ it. `model.freeze` names the frozen parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,10 +160,16 @@ class AdamState:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
-    """Returns the state of the ``parameters`` that this rank updates; the state exists after the first update."""
+def adam_states(
+    optimizer: Any, parameters: Sequence[torch.nn.Parameter], *, at: Callable[[Tensor], Tensor] | None = None
+) -> dict[torch.nn.Parameter, AdamState]:
+    """Returns the state of the ``parameters`` that this rank updates; the state exists after the first update.
+
+    ``at`` returns a state's view of host memory (`HostStates.at`).
+    """
+    place = at or Tensor.detach
     found = {}
-    for wrapped in _optimizers(optimizer):
+    for wrapped in updating_optimizers(optimizer):
         for parameter in parameters:
             main, start = _main_weight(wrapped, parameter)
             if main is None or main not in wrapped.optimizer.state:
@@ -171,30 +177,46 @@ def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dic
             state = wrapped.optimizer.state[main]
             found[parameter] = AdamState(
                 start=start,
-                main=None if parameter.dtype is torch.float32 else main.detach().view(-1),
-                exp_avg=state["exp_avg"].view(-1),
-                exp_avg_sq=state["exp_avg_sq"].view(-1),
+                main=None if parameter.dtype is torch.float32 else place(main.detach()).view(-1),
+                exp_avg=place(state["exp_avg"]).view(-1),
+                exp_avg_sq=place(state["exp_avg_sq"]).view(-1),
             )
     return found
 
 
-def set_main_weights(optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor]) -> None:
+def set_main_weights(
+    optimizer: Any, weights: Mapping[torch.nn.Parameter, Tensor], *, at: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Sets the optimizer's float32 copies to ``weights``, which are float32 tensors with the parameters' shapes.
 
-    Float32 parameters and frozen parameters have no copy and stay unchanged.
+    Float32 parameters and frozen parameters have no copy and stay unchanged. ``at`` is as in `adam_states`.
     """
-    for wrapped in _optimizers(optimizer):
-        for parameter, weight in weights.items():
-            main, start = _main_weight(wrapped, parameter)
-            if main is not None and main is not parameter:
-                main.detach().view(-1).copy_(weight.view(-1)[start : start + main.numel()])
+    place = at or Tensor.detach
+    for wrapped in updating_optimizers(optimizer):
+        for main, (parameter, start) in main_weights(wrapped, list(weights)).items():
+            place(main.detach()).view(-1).copy_(weights[parameter].view(-1)[start : start + main.numel()])
+
+
+def main_weights(
+    wrapped: Any, parameters: Sequence[torch.nn.Parameter]
+) -> dict[Tensor, tuple[torch.nn.Parameter, int]]:
+    """Returns each float32 copy that ``wrapped`` updates, its parameter, and its first element in the parameter."""
+    updated = {main for group in wrapped.optimizer.param_groups for main in group["params"]}
+    found: dict[Tensor, tuple[torch.nn.Parameter, int]] = {}
+    for parameter in parameters:
+        main, start = _main_weight(wrapped, parameter)
+        if main is None or main is parameter or parameter.dtype is torch.float32:
+            continue
+        if main in updated:
+            found[main] = (parameter, start)
+    return found
 
 
 def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
-    """Returns the tensor that the optimizer ``one`` updates for a parameter, and the tensor's start in the parameter.
+    """Returns the tensor that an optimizer updates for a parameter, and the tensor's start in the parameter.
 
-    The tensor is the parameter itself if the parameter is float32. The result is None if ``one`` does not update the
-    parameter on this rank.
+    The tensor is the parameter itself if the parameter is float32. The result is None if the distributed optimizer does
+    not update the parameter on this rank.
     """
     if not isinstance(wrapped, DistributedOptimizer):
         return getattr(parameter, "main_param", parameter), 0
@@ -207,7 +229,7 @@ def _main_weight(wrapped: Any, parameter: torch.nn.Parameter) -> tuple[Tensor | 
 
 def updates_done(optimizer: Any) -> int:
     """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in updating_optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             if "step" in group:
                 return int(group["step"])
@@ -218,7 +240,7 @@ def updates_done(optimizer: Any) -> int:
 
 def set_updates_done(optimizer: Any, updates: int) -> None:
     """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in updating_optimizers(optimizer):
         if not isinstance(wrapped.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for group in wrapped.optimizer.param_groups:
                 group["step"] = updates
@@ -226,29 +248,35 @@ def set_updates_done(optimizer: Any, updates: int) -> None:
             state["step"].fill_(updates)
 
 
-def create_optimizer_state(optimizer: Any) -> None:
-    """Gives every parameter without Adam state a zeroed state, like its first step."""
-    for wrapped in _optimizers(optimizer):
+def create_optimizer_state(optimizer: Any, *, keep: Callable[[Iterable[Tensor]], None] | None = None) -> None:
+    """Gives every parameter without Adam state a zeroed state, like its first step.
+
+    ``keep`` gets the state of each parameter before the next state is allocated (`HostStates.keep`).
+    """
+    for wrapped in updating_optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             for parameter in group["params"]:
-                if not wrapped.optimizer.state[parameter]:
-                    wrapped.optimizer.state[parameter].update(
+                state = wrapped.optimizer.state[parameter]
+                if not state:
+                    state.update(
                         step=torch.zeros((), device=parameter.device),
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
+                    if keep is not None:
+                        keep(state.values())
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Yields the tensors that the optimizer updates, which may be copies of the parameters, and Adam's states."""
-    for wrapped in _optimizers(optimizer):
+    for wrapped in updating_optimizers(optimizer):
         for group in wrapped.optimizer.param_groups:
             yield from (parameter.detach() for parameter in group["params"])
         for state in wrapped.optimizer.state.values():
             yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def updating_optimizers(optimizer: Any) -> list[Any]:
     """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [wrapped for wrapped in chained if not getattr(wrapped, "is_stub_optimizer", False)]

@@ -15,6 +15,7 @@ from relax_core.config.errors import either
 from relax_core.config.schema import ForwardLayout, ParallelConfig
 
 FORWARD_ROLES = ("actor_fwd", "reference")  # The layout of these roles is parallel.forward.
+UPDATE_BUCKET_ELEMENTS = 1 << 26  # of an update with optimizer.states=host; their states take 768 MiB
 LOGPROB_CHUNK_ROWS = 1024  # the number of token rows with logits in memory at the same time
 
 

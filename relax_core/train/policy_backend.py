@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
+from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
@@ -112,6 +113,16 @@ class MegatronBackend(MegatronRank):
             return self._of_all_tokens(batch, head_outputs(*inputs, **self._head_settings(batch)).logprobs)
 
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
+
+    def reference_logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
+        """Returns the log-probs with the weights of `keep_reference`, as `logprobs` does; the weights stay as they are.
+
+        Call it between updates. The reference routes tokens by its own router, so the engine's choice of experts is
+        ignored.
+        """
+        routed_here = [group.without_extra(ROUTED_EXPERTS) for group in groups]
+        with self.reference_weights():
+            return self.logprobs(routed_here)
 
     def top_logprobs(self, groups: Sequence[TokenTree], *, top_k: int) -> list[TopLogprobs]:
         """Returns log-probs and the ``top_k`` most likely tokens of each row, without gradient.

@@ -61,7 +61,8 @@ def test_the_number_of_keys_only_falls() -> None:
     own = {
         f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)
     }
-    assert len(core) <= 180 and len(own) <= 103  # the 180th is placement.gpu, without which no time is estimated
+    # the last two: placement.forward (which GPUs the reference uses), optimizer.states (larger models on a GPU)
+    assert len(core) <= 182 and len(own) <= 103
 
 
 @pytest.mark.parametrize("key", REMOVED)

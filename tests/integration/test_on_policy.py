@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relax_core.observe.event_log import read_metrics
 from relax_core.observe.sample_index import SampleIndex, every_id
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.sample_views import SampleViews
@@ -129,16 +130,45 @@ def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun)
     assert_same_as_the_loop(strict)
 
 
+@pytest.mark.parametrize("states", ["device", "host"])
 def test_a_trainer_with_its_state_on_the_host_between_turns_is_the_same_run_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU branch on CPU tensors moves the state to the host after each step, also before a checkpoint."""
+    """The GPU branch on CPU tensors moves the state to the host after each step, also before a checkpoint.
+
+    With optimizer.states=host the optimizer's states are only in an update on the device.
+    """
     monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
-    moved = run_to_end(tmp_path / "run", "mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0")
+    settings = ("mode=colocate", "run.steps=10", "run.save_every=4", "eval.every=0", f"optimizer.states={states}")
+    moved = run_to_end(tmp_path / "run", *settings)
     assert moved.code == 0, moved.output
     moved.assert_all_samples_accounted()
     assert moved.checkpoints() == [4, 8, 10]
     assert_same_as_the_loop(moved)
+
+
+def test_log_probs_of_the_actors_ranks_and_of_separate_processes_give_the_same_run_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor's ranks exchange weights with the reference's in each turn, and have no state on the device between."""
+    monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
+    keys = ("mode=colocate", "algo.kl_coef=0.05", "algo.old_logprobs=actor_fwd", "run.steps=4", "eval.every=0")
+    actor, separate = (
+        run_to_end(tmp_path / place, *keys, f"placement.forward={place}") for place in ("actor", "separate")
+    )
+    for run, has_roles in ((actor, False), (separate, True)):
+        assert run.code == 0, run.output
+        run.assert_all_samples_accounted()
+        sources = {metric.source for metric in read_metrics(run.folder)}
+        assert (sources >= {"actor_fwd", "reference"}) is has_roles
+    for values, expected in zip(actor.steps(), separate.steps(), strict=True):
+        assert values["forward_ms"] > expected["forward_ms"] == 0.0
+        names = [name for name in expected if name.startswith("algorithm/") or name in (*FROM_TOKENS, *FROM_WEIGHTS)]
+        assert {name: values[name] for name in names} == {name: expected[name] for name in names}
+        assert {"algorithm/old_kl", "algorithm/reference_kl"} <= set(names)
+    assert actor.steps()[-1]["algorithm/reference_kl"] > 0.0
+    expected_weights = separate.weights()
+    assert all(tensor.equal(expected_weights[name]) for name, tensor in actor.weights().items())
 
 
 def metrics_of_the_loop() -> list[list[float]]:

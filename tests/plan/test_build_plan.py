@@ -22,7 +22,9 @@ from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {
     "qwen3_0_6b_24gb_1gpu": 1,
+    "qwen3_1_7b_24gb_1gpu": 1,
     "qwen3_1_7b_48gb_1gpu": 1,
+    "qwen3_4b_48gb_1gpu": 1,
     "qwen3_4b_80gb_1gpu": 1,
     "qwen3_vl_4b_80gb_1gpu": 1,
     "qwen3_4b_colocate_8gpu": 8,
@@ -59,7 +61,7 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
     message = " ".join(problems)
     assert "What exists" not in message, "a preset names an option that does not exist"
-    assert ("mode=colocate" in message) == ("colocate" in name)
+    assert ("mode=colocate" in message) == (name == "qwen3_omni_30b_a3b_colocate_16gpu"), "it has two machines"
     assert ("with engine=sglang: SGLang's model of this family" in message) == ("qwen3_5" in name)
     assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
@@ -84,6 +86,12 @@ def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
     by_name = {place.name: place for place in plan.places}
     assert by_name["actor-5"].coordinates == "pp1 tp1 ep1"
     assert (by_name["engine-1"].node, by_name["engine-1"].gpus) == (1, (2, 3))
+    assert not any("actor_fwd" in name for name in by_name)
+
+
+def test_forward_roles_with_gpus_follow_the_engines() -> None:
+    plan = make_plan(planned("experiment=qwen3_omni_30b_a3b_video_16gpu"))
+    by_name = {place.name: place for place in plan.places}
     assert (by_name["actor_fwd-1"].node, by_name["actor_fwd-1"].gpus) == (1, (7,))
 
 
@@ -101,6 +109,9 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
     unread = as_text(make_plan(load_config(["parallel.forward.tp=2"])))
     assert "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference." in unread
+    by_actor = ["parallel.forward.tp=2", "algo.kl_coef=0.1", "placement.forward=actor"]
+    (line,) = [line for line in make_plan(load_config(by_actor)).unread if "parallel.forward" in line]
+    assert "placement.forward=actor" in line
 
 
 def test_the_batch_in_words() -> None:
@@ -163,14 +174,17 @@ def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
         (60, [], "Set parallel.recompute=full."),
         (60, ["parallel.micro_batch_tokens=30000"], "Set parallel.recompute=full."),
         (75, ["parallel.micro_batch_tokens=30000"], "Set parallel.micro_batch_tokens="),
-        (38, [], "of its 10239 rows only "),
-        (30, [], "leave no room for a row: raise parallel.tp"),
+        (38, [], "Set parallel.recompute=full optimizer.states=host."),
+        (16, ["rollout.max_new_tokens=30000", "engine.context_length=32768"], "of its 32767 rows only "),
+        (14, [], "leave no room for a row: raise parallel.tp"),
     ],
 )
 def test_the_setting_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
     long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
     cache = "engine.max_total_tokens=131072"
-    line = ["experiment=qwen3_4b_async_8gpu", *long, cache, f"placement.gpu_memory_gib={memory}", *overrides]
+    two_ranks = ["placement.roles.actor=2", "parallel.dp=1", "parallel.distributed_optimizer=false"]
+    memory_key = f"placement.gpu_memory_gib={memory}"
+    line = ["experiment=qwen3_4b_async_8gpu", *two_ranks, *long, cache, memory_key, *overrides]
     (fault,) = (fault for fault in make_plan(planned(*line)).refused if fault.startswith("actor: "))
     assert fix in fault
     named = re.search(r"Set (.*)\.$", fault)
@@ -190,15 +204,18 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
     ("overrides", "text"),
     [
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
-        (["~placement.roles.reference"], "placement.roles.reference is not set"),
+        (["~placement.roles.rollout"], "placement.roles.rollout is not set"),
         (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
-        (["parallel.forward.tp=2"], "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2."),
+        (
+            ["placement.forward=separate", "+placement.roles.reference=1", "parallel.forward.tp=2"],
+            "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
+        ),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
         (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
         (["placement.gpu_memory_gib=24"], "actor: head needs"),
         (["placement.gpu=null"], "how much memory has a GPU?"),
         (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
-        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=2."),
+        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=4."),
         (["mode=colocate"], "with mode=colocate, where all roles share all GPUs. Drop it."),
     ],
 )

@@ -107,15 +107,41 @@ def test_one_machine_shares_its_gpus_between_trainer_and_engines() -> None:
     [
         (["placement.nodes=2"], ("placement.nodes=2", "mode=async")),
         (["launcher.ray_address=auto"], ("launcher.ray_address", "mode=async")),
-        (["algo.kl_coef=0.1"], ("reference", "algo.kl_coef=0")),
-        (["algo.old_logprobs=actor_fwd"], ("actor_fwd", "algo.old_logprobs=rollout")),
         (["algo=ppo"], ("critic", "mode=async")),
+        (["algo=distill"], ("teacher", "mode=async")),
     ],
 )
 def test_what_cannot_share_gpus_yet_is_planned_and_not_started(overrides: list[str], words: tuple[str, ...]) -> None:
     problems = [problem for problem in problems_of(planned(*SHARED, *overrides)) if words[0] in problem]
     assert len(problems) == 1 and isinstance(problems[0], NotYet)
     assert all(word in problems[0] for word in words)
+
+
+def test_reference_and_actor_fwd_use_the_actors_gpus() -> None:
+    needs = ("algo.kl_coef=0.1", "algo.old_logprobs=actor_fwd")
+    config = planned(*SHARED, *needs)
+    assert problems_of(config) == []
+    assert [place.name for place in make_plan(config).places] == ["actor-0", "engine-0"]
+    (problem,) = problems_of(planned(*SHARED, *needs, "placement.forward=separate"))
+    assert not isinstance(problem, NotYet)
+    for words in (
+        "placement.forward=separate with mode=colocate",
+        "reference and actor_fwd",
+        "placement.forward=actor",
+    ):
+        assert words in problem
+
+
+def test_separate_processes_of_the_reference_need_gpus() -> None:
+    needs = ("placement=gpu", "engine.count=4", "parallel=dp2", "algo.kl_coef=0.1")
+    roles = "+placement.roles={actor: 2, rollout: 4}"
+    assert make_plan(planned(*needs, roles)).refused == []
+    (fault,) = make_plan(planned(*needs, roles, "placement.forward=separate")).refused
+    assert "placement.roles.reference is not set" in fault and "placement.forward=actor" in fault
+    with_reference = "+placement.roles={actor: 2, rollout: 4, reference: 1}"
+    assert make_plan(planned(*needs, with_reference, "placement.forward=separate")).refused == []
+    (fault,) = make_plan(planned(*needs, with_reference)).refused
+    assert "placement.roles.reference=1 with placement.forward=actor" in fault and "Drop it" in fault
 
 
 def test_the_embedded_engine_takes_no_gpu() -> None:

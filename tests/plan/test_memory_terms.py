@@ -57,6 +57,31 @@ def test_a_bfloat16_model_has_a_float32_copy() -> None:
     assert optimizer["Adam states"] == 12 * parameters // 2
 
 
+def test_states_on_the_host_leave_the_gpu_by_hand() -> None:
+    """The largest bucket is the embedding, 151,936 x 2,048 numbers of 12 bytes; 28 layers fit into smaller buckets."""
+    on_host = make_plan(typed_config(compose(["experiment=qwen3_1_7b_24gb_1gpu"])))
+    on_gpu = make_plan(typed_config(compose(["experiment=qwen3_1_7b_48gb_1gpu"])))
+    parameters = on_host.model.parameters
+    bucket = "Adam states of a bucket"
+    phases, before = (
+        {phase.name: phase.terms for phase in holder(plan, "every GPU").phases} for plan in (on_host, on_gpu)
+    )
+    for name in ("forward", "head", "backward", "optimizer"):
+        assert (phases[name]["Adam states"], before[name]["Adam states"]) == (0, 12 * parameters)
+    assert (phases["optimizer"][bucket], before["optimizer"][bucket]) == (12 * 151936 * 2048, 0)
+    assert on_host.host_bytes == on_gpu.host_bytes == 14 * parameters, "mode=colocate moves the state in any case"
+    (fault,) = make_plan(typed_config(compose(["experiment=qwen3_1_7b_24gb_1gpu", "optimizer.states=device"]))).refused
+    assert fault.endswith("Set optimizer.states=host.")
+    alone = ["experiment=qwen3_4b_async_8gpu", "algo.kl_coef=0", "optimizer.states=host"]
+    sharded = make_plan(typed_config(compose(alone)))
+    assert sharded.host_bytes == pytest.approx(12 * sharded.model.parameters, rel=1e-3), "tp and dp share the states"
+    assert make_plan(typed_config(compose(alone[:2]))).host_bytes == 0
+    of_reference = make_plan(typed_config(compose(alone[:1])))
+    expected = 2 * of_reference.model.parameters * 2  # tp=2 and dp=2: two copies of 2 bytes a parameter on the node
+    assert of_reference.host_bytes == pytest.approx(expected, rel=1e-3)
+    assert make_plan(load_config()).host_bytes == 0
+
+
 def test_a_rank_of_a_mixture_by_hand() -> None:
     """tp2_ep2: layers and embedding are split over tp, experts over ep, rows by sequence parallelism."""
     plan = make_plan(load_config(["model=tiny_qwen3_moe", "parallel=tp2_ep2"]))
@@ -87,6 +112,15 @@ def test_forward_roles_have_their_own_layout() -> None:
     assert (holder(plan, "actor").count, holder(plan, "reference").count) == (1, 4)
     whole = phase(plan, "actor", "forward")["weights"]
     assert phase(plan, "reference", "forward")["weights"] == whole // 2
+
+
+def test_the_actor_keeps_the_references_weights_on_the_host() -> None:
+    plan = make_plan(load_config(["algo.kl_coef=0.1", "parallel=tp2", "placement.forward=actor"]))
+    terms = phase(plan, "actor", "backward")
+    assert terms["reference's weights"] == terms["weights"]
+    assert "reference" not in {process.name for process in plan.memory}
+    without = make_plan(load_config(["algo.old_logprobs=actor_fwd", "placement.forward=actor"]))
+    assert "reference's weights" not in phase(without, "actor", "backward")
 
 
 def test_the_engines_cache_is_its_grown_rectangle() -> None:

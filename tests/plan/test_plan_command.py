@@ -63,6 +63,11 @@ def test_json_is_for_programs() -> None:
             1,
             ("placement.gpu_memory_gib=40", "Set parallel.recompute=full."),
         ),
+        (
+            ["optimizer.states=host"],
+            1,
+            ("optimizer.states=host with placement.gpus_per_node=0", "Use optimizer.states=device"),
+        ),
     ],
 )
 def test_a_wrong_line_is_told_on_one_screen(
@@ -88,3 +93,11 @@ def test_planning_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
+
+
+def test_the_gpu_branch_on_a_cpu_may_have_its_states_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RELAX_TRAIN_DEVICE", "gpu_branch_on_cpu")
+    assert main(["plan=true", "optimizer.states=host"]) == 0
+    assert "can start" in capsys.readouterr().out

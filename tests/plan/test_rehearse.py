@@ -19,12 +19,21 @@ from relax_core.plan.rehearse import as_json_values, as_text, find_depths, rehea
 from relax_core.plan.rehearsed_step import largest_micro_batch
 from relax_core.plan.step_time import message_bytes, pass_flops, rows_of_trees
 from relax_core.plan.workload import Workload
-from relax_core.train.rehearsal.counts import EMBEDDING, LAYERS, LAYERS_BACKWARD, ONCE, Counts, extrapolated
+from relax_core.train.rehearsal.counts import (
+    EMBEDDING,
+    HEAD_BACKWARD,
+    LAYERS,
+    LAYERS_BACKWARD,
+    ONCE,
+    OPTIMIZER,
+    Counts,
+    extrapolated,
+)
 
 PRESETS = sorted(file.stem for file in Path("conf/experiment").resolve().glob("*_*gpu.yaml"))
 ONE_GPU = ("placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1", "engine=embedded")
 WITHIN = 0.03
-GRAIN, FLOAT = 512, 4
+GRAIN, FLOAT, BFLOAT16 = 512, 4, 2
 READS = 10  # most host reads of an update beside those of the routing, two for each layer and micro-batch
 
 
@@ -42,6 +51,16 @@ def check_reads(counts: Counts, *, routed_passes: int = 0) -> None:
     reads = dict(counts.host_reads)
     assert reads.pop(LAYERS, 0) <= 2 * routed_passes, counts.host_reads
     assert set(reads) <= set(ONCE) and sum(reads.values()) <= READS, counts.host_reads
+
+
+def check_export(counts: Counts, model: ModelDimensions, *, receives: bool) -> None:
+    """An export holds at most two buckets in addition to the state. A bucket has 64 MiB, or one larger tensor."""
+    tensors = [model.vocabulary * model.hidden]
+    if model.experts is not None:  # all experts of a layer, with gate and up, in one stored tensor
+        tensors.append(2 * model.hidden * model.experts.count * model.experts.width)
+    bucket = max(64 << 20, BFLOAT16 * max(tensors))
+    assert counts.published <= 2 * bucket, (counts.published, bucket)
+    assert (counts.published >= BFLOAT16 * tensors[0]) is receives, "rank 0 gathers the embedding from all tp ranks"
 
 
 def test_a_tiny_rank_by_hand_and_a_long_one_from_two_short_ones() -> None:
@@ -85,8 +104,25 @@ def test_the_formulas_are_what_a_short_model_allocates(preset: str, layers: int,
         assert formula == pytest.approx(counts.peak.bytes, rel=WITHIN), (stage, counts.peak, phases)
         routed = 0 if model.experts is None else counts.layers * len(counts.rows)
         check_reads(counts, routed_passes=routed)
+        check_export(counts, model, receives=stage == 0)
         found.append(counts)
     _check_work(config, model, plan.work, found)
+
+
+def test_states_on_the_host_are_on_the_device_by_buckets() -> None:
+    """With two layers the peak of the update is the embedding's bucket, and both models' state has no Adam states."""
+    config = planned("experiment=qwen3_1_7b_24gb_1gpu")
+    plan = make_plan(config)
+    model = replace(plan.model, layers=2)
+    (counts,) = run_jobs(config, plan.work, [Job(rank=0, layers=2, micro_batches=1)])
+    phases = trainer_phases(config, model, plan.work, stage=0)
+    for phase, name in ((HEAD_BACKWARD, "head"), (OPTIMIZER, "optimizer")):
+        peak = max(section.bytes for section in counts.sections if section.phase == phase)
+        assert sum(phases[name].values()) == pytest.approx(peak, rel=WITHIN), name
+    steps = GRAIN * (8 * 2 + 2)  # a counter for each parameter
+    assert counts.state["Adam states"] == steps
+    assert max(section.by_category.get("Adam states", 0) for section in counts.sections) == steps
+    check_reads(counts)
 
 
 def _check_work(config: RelaxConfig, model: ModelDimensions, work: Workload, stages: list[Counts]) -> None:
@@ -96,7 +132,7 @@ def _check_work(config: RelaxConfig, model: ModelDimensions, work: Workload, sta
     of_layers = replace(model, row_products=model.row_products * model.layers // find_dimensions(config).layers)
     flops = parallel.tp * sum(sum(counts.flops.values()) for counts in stages)
     assert pass_flops(of_layers, step, trained=True) == pytest.approx(flops, rel=WITHIN)
-    sent = message_bytes(model, parallel, step, trained=True)
+    sent = message_bytes(model, replace(parallel, dp=1), step, trained=True)  # the rows of one replica
     first = [message for message in stages[0].messages if message.phase in (LAYERS, LAYERS_BACKWARD)]
     for group, planned_bytes in (("TENSOR_MODEL", sent.tensor), ("EXPERT_MODEL", sent.expert)):
         of_group = sum(message.bytes for message in first if message.group.startswith(group))

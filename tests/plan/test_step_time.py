@@ -87,6 +87,24 @@ def test_slow_links_are_those_between_machines() -> None:
     assert far.update - near.update == pytest.approx(gradients / gpu.network - gradients / gpu.link)
 
 
+def test_states_on_the_host_cross_the_bus_twice_in_each_update(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, updates = replace(SLOW_PRODUCTS, flops=1e30, host=100.0), replace(rows(), updates=3)
+    update = pass_seconds(
+        DENSE, gpu, layout(), updates, gpus_per_node=8, trained=True, host_states=1000.0, efficiency=IDEAL
+    ).update
+    assert update == pytest.approx(3 * 2 * 1000 / 100)
+    on_host, on_gpu = (
+        {phase["name"]: phase["seconds"] for phase in shown(capsys, *line)["time"]["phases"]}
+        for line in (
+            ["experiment=qwen3_4b_48gb_1gpu"],
+            ["experiment=qwen3_4b_48gb_1gpu", "optimizer.states=device", "placement.gpu_memory_gib=80"],
+        )
+    )
+    # With one update in a step, the copies of an update replace those of a turn.
+    assert on_host["train"] - on_gpu["train"] == pytest.approx(on_gpu["trainer state"] - on_host["trainer state"])
+    assert on_gpu["trainer state"] == pytest.approx(7 * on_host["trainer state"])  # 14 and 2 bytes of a parameter
+
+
 def test_a_decode_step_reads_the_weights_and_the_cache_once() -> None:
     step = decode_step_seconds(
         DENSE, SLOW_MEMORY, ONE_ENGINE, running=16, context=1000, gpus_per_node=8, efficiency=IDEAL
@@ -156,6 +174,11 @@ def test_the_plan_shows_the_seconds_of_a_step(capsys: pytest.CaptureFixture[str]
     assert set(times) == {"rollout", "train", "actor_fwd", "reference", "weights"}
     assert asynchronous["seconds"] == pytest.approx(times["rollout"] + times["weights"]), "the longest, and weights"
     assert asynchronous["tokens"] == 64 * 8 * 1024
+    slow_trainer = ("experiment=qwen3_4b_async_8gpu", "engine.count=6", "placement.roles={actor: 2, rollout: 6}")
+    sequence = shown(capsys, *slow_trainer, "parallel.dp=1", "parallel.distributed_optimizer=false")["time"]
+    times = {phase["name"]: phase["seconds"] for phase in sequence["phases"]}
+    assert times["rollout"] < times["train"] and times["reference"] > times["actor_fwd"], "it exchanges weights"
+    assert sequence["seconds"] == pytest.approx(sum(times.values()) - times["rollout"]), "the actor does one by one"
     alternating = shown(capsys, "experiment=qwen3_4b_80gb_1gpu")["time"]
     assert alternating["seconds"] == pytest.approx(sum(phase["seconds"] for phase in alternating["phases"]))
     slower = shown(capsys, "experiment=qwen3_4b_80gb_1gpu", "placement.gpu=a6000", "placement.gpu_memory_gib=79.2")

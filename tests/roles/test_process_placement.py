@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.contracts import columns as c
 from relax_core.roles.process_placement import (
     A_LITTLE,
     LOOPBACK,
+    actor_columns,
     cluster_fault,
     node_address,
     node_options,
     rank_bundles,
     rank_options,
     reserve_ranks,
+    roles_of,
     worker_gpus,
+    worker_group_layouts,
 )
 
 
@@ -45,6 +49,20 @@ def test_a_worker_that_holds_a_model_takes_its_gpus() -> None:
     assert node_options(config.launcher, "engine", 1, gpus=4) == {"num_cpus": 0, "num_gpus": 4}
     joined = replace(config.launcher, ray_address="auto")
     assert node_options(joined, "engine", 1, gpus=4) == {"num_cpus": A_LITTLE, "num_gpus": 4}
+
+
+def test_the_actor_computes_log_probs_and_advantages_in_the_place_of_other_roles() -> None:
+    needs = ["algo.kl_coef=0.1", "algo.old_logprobs=actor_fwd"]
+    separate, by_actor = (load_config([*needs, f"placement.forward={place}"]) for place in ("separate", "actor"))
+    assert actor_columns(separate) == () and {"actor_fwd", "reference", "advantages"} <= roles_of(separate).keys()
+    assert actor_columns(by_actor) == (c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.ADVANTAGES)
+    assert roles_of(by_actor).keys() == {"actor", "engine", "rollout"}
+    assert worker_group_layouts(by_actor).keys() == {"actor"}
+    assert actor_columns(load_config(["placement.forward=actor"])) == ()
+    critic = load_config(["algo=ppo", *needs, "placement.forward=actor"])
+    assert c.RETURNS in actor_columns(critic) and "advantages" not in roles_of(critic)
+    without = load_config(["algo=ppo", "placement.forward=actor"])
+    assert actor_columns(without) == () and "advantages" in roles_of(without)
 
 
 def test_engines_and_rollout_workers_are_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Trains layouts with and without an offload of the state, on one rank and on two, for test_state_offload.py.
+"""Trains layouts without and with offloads, and with optimizer.states=host, for test_state_offload.py and others.
 
-`python offload_ranks.py <folder>` writes models, single.json, rank0.json and rank1.json there.
+`python offload_ranks.py <folder>` trains on one rank and on two. It writes models, single.json, rank0.json and
+rank1.json to the folder.
 """
 
 import hashlib
@@ -9,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
 
-from relax_core.train import process_group
+from relax_core.config.choices import StatesPlace
+from relax_core.train import host_states, process_group
 from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.optimizer import optimizer_tensors
 from relax_core.train.policy_backend import MegatronBackend
 from tests.train.rank_server import run_alone_and_on_two_ranks
 from tests.train.tiny_models import make_model
@@ -37,6 +41,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "bfloat16 moe ep2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2, "ep": 2} | SHARDED, "model": "moe"},
 }
 STEPS = 4
+BUCKET_ELEMENTS = 5000  # so that an update has several buckets, some of one parameter
 
 
 def make_models(folder: Path) -> None:
@@ -57,23 +62,45 @@ def storages(backend: MegatronBackend) -> dict[int, Any]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.dim()}
 
 
-def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str, Any]:
-    """Trains `STEPS` steps of a layout; with ``offloads`` the state is on the host after two of them and at the end."""
+def reference_error(backend: MegatronBackend, groups: list[Any], initial: list[np.ndarray]) -> list[float]:
+    """Returns the largest difference of reference and initial log-probs, and of reference and trained log-probs."""
+    reference, trained = backend.reference_logprobs(groups), backend.logprobs(groups)
+    return [
+        max(float(abs(value - other).max()) for value, other in zip(reference, others, strict=True))
+        for others in (initial, trained)
+    ]
+
+
+def train(
+    folder: Path, name: str, *, offloads: bool, states: StatesPlace = StatesPlace.device, **ranks: Any
+) -> dict[str, Any]:
+    """Trains `STEPS` steps of a layout; with ``offloads`` the state is on the host after two of them and at the end.
+
+    With ``states`` on the host a new back end continues from a checkpoint after the third step.
+    """
     case = {**ON_ONE, **ON_TWO}[name]
     model = case.get("model", "tied")
     parallel = parallel_config(**{"distributed_optimizer": False, **case.get("parallel", {})})
-    backend = make_backend(
-        folder / model,
-        family="qwen3_moe" if model == "moe" else "qwen3",
-        dtype=case.get("dtype", "float32"),
-        parallel=parallel,
-        **ranks,
-    )
+
+    def made() -> MegatronBackend:
+        backend: MegatronBackend = make_backend(
+            folder / model,
+            family="qwen3_moe" if model == "moe" else "qwen3",
+            dtype=case.get("dtype", "float32"),
+            parallel=parallel,
+            optimizer={"states": states},
+            **ranks,
+        )
+        return backend
+
+    backend = made()
     found: dict[str, Any] = {"metrics": []}
+    on_host = states is StatesPlace.host
 
     def turn() -> None:
         state = storages(backend)
         before = {key: storage.nbytes() for key, storage in state.items()}
+        found["states on the device"] = states_on_device(backend)
         kept = backend.offload_optimizer()
         exported = [(name, tensor.clone()) for name, tensor in backend.export()]
         freed = kept + backend.offload()
@@ -89,19 +116,33 @@ def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str,
 
     replicas = parallel.dp
     replica = ranks.get("rank", 0) if replicas > 1 else 0
+    own_groups = split_over_ranks(dp_groups()[0], replicas)[replica]
+    keeps_reference = offloads and not on_host
+    if keeps_reference:
+        backend.keep_reference()
+        initial = backend.logprobs(own_groups)
     for step in range(STEPS):
         if offloads and step == 2:
             turn()
+            if keeps_reference:
+                found["reference"] = reference_error(backend, own_groups, initial)
+        if on_host and step == 3:
+            backend.save(folder / f"{name}-resumed")
+            process_group.leave()
+            backend = made()
+            backend.load(folder / f"{name}-resumed")
         batches = [split_over_ranks(groups, replicas)[replica] for groups in dp_groups()]
         metrics = train_step(backend, batches, step=step)
         found["metrics"].append([metrics.loss, metrics.grad_norm])
     if offloads:
+        if keeps_reference:
+            found["reference"] += reference_error(backend, own_groups, initial)
         turn()
     digest = hashlib.sha256()
     for weight, tensor in backend.export():
-        digest.update(weight.encode() + tensor.contiguous().view(torch.uint8).clone().numpy().tobytes())
+        digest.update(weight.encode() + tensor.contiguous().view(torch.uint8).clone().cpu().numpy().tobytes())
     found["export"] = digest.hexdigest()
-    saved = folder / f"{name}-{offloads}"
+    saved = folder / f"{name}-{offloads}-{states.value}"
     backend.save(saved)
     rank = ranks.get("rank", 0)
     files = sorted(saved.glob(f"__{rank}_*.distcp"))
@@ -110,18 +151,36 @@ def train(folder: Path, name: str, *, offloads: bool, **ranks: Any) -> dict[str,
     return found
 
 
-def both(folder: Path, name: str, **ranks: Any) -> list[dict[str, Any]]:
-    return [train(folder, name, offloads=offloads, **ranks) for offloads in (False, True)]
+def states_on_device(backend: MegatronBackend) -> int:
+    """Returns the bytes of master weights and moments on the device."""
+    weights = {parameter.untyped_storage()._cdata for model in backend.models for parameter in model.parameters()}
+    found = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in optimizer_tensors(backend.optimizer)
+        if tensor.dim() and tensor.untyped_storage()._cdata not in weights
+    }
+    assert found
+    return sum(found.values())
+
+
+def three(folder: Path, name: str, **ranks: Any) -> list[dict[str, Any]]:
+    """Trains without offloads, with offloads, and with both offloads and optimizer.states=host in small buckets."""
+    runs = [train(folder, name, offloads=offloads, **ranks) for offloads in (False, True)]
+    before, host_states.UPDATE_BUCKET_ELEMENTS = host_states.UPDATE_BUCKET_ELEMENTS, BUCKET_ELEMENTS
+    try:
+        return [*runs, train(folder, name, offloads=True, states=StatesPlace.host, **ranks)]
+    finally:
+        host_states.UPDATE_BUCKET_ELEMENTS = before
 
 
 def single(folder: Path) -> None:
     make_models(folder)
-    (folder / "single.json").write_text(json.dumps({name: both(folder, name) for name in ON_ONE}))
+    (folder / "single.json").write_text(json.dumps({name: three(folder, name) for name in ON_ONE}))
 
 
 def rank_main(folder: Path, rank: int, port: int) -> None:
     settings = {"rank": rank, "world_size": 2, "store_address": f"127.0.0.1:{port}"}
-    (folder / f"rank{rank}.json").write_text(json.dumps({name: both(folder, name, **settings) for name in ON_TWO}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({name: three(folder, name, **settings) for name in ON_TWO}))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray_bus import blocking
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.bus import CALL_TIMEOUT_S
+from relax_core.contracts.columns import REFERENCE_LOGPROBS
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader
 from relax_core.families.folder import family_key, folder_architecture
-from relax_core.roles.process_placement import LOOPBACK
+from relax_core.roles.process_placement import LOOPBACK, actor_columns
 from relax_core.roles.role_context import BUS, RunContext, worker_name
 from relax_core.roles.sample_logs import open_sample_log
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
@@ -43,7 +44,10 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
     if role != "actor":
         return _build(context, setup, trainable=False)
     samples = open_sample_log(context, worker_name(role, rank))
-    return _build(context, setup, trainable=True, samples=samples)
+    backend = _build(context, setup, trainable=True, samples=samples)
+    if REFERENCE_LOGPROBS in actor_columns(context.config):
+        backend.keep_reference()
+    return backend
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:

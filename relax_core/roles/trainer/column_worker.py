@@ -109,9 +109,6 @@ def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) ->
     return None
 
 
-GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded values
-
-
 class ColumnWorker(Worker):
     """Adds columns to groups. All state is in the bus, so a restarted worker revokes the leases of its earlier process.
 
@@ -132,7 +129,7 @@ class ColumnWorker(Worker):
         """Prepares the worker for `columns_of`; this may take seconds."""
 
     @abstractmethod
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns the new columns of each group."""
 
     def work(self) -> None:
@@ -192,7 +189,7 @@ class AdvantagesWorker(ColumnWorker):
         requirements = self._spec.requirements(self._algo)
         self.inputs, self.whole_steps = input_columns(requirements), needs_whole_step(self._spec, requirements)
 
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns the advantages of each group's tokens and, with a critic, the returns."""
         made = advantage_extras([c.decode_tree(row) for row in leased], self._spec, self._algo)
         return {

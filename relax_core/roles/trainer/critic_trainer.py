@@ -18,7 +18,7 @@ from relax_core.contracts.train import StepMetrics
 from relax_core.roles.discovery import discover_bus
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
-from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
+from relax_core.roles.trainer.column_worker import ColumnWorker
 from relax_core.roles.trainer.rank_worker import TreePart, critic_groups
 from relax_core.train.micro_batches import MicroBatcher
 
@@ -51,7 +51,7 @@ class CriticTrainer(ColumnWorker):
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns the values of each group's rows."""
         groups = [c.decode_tree(leased_group) for leased_group in leased]
         return {
@@ -74,6 +74,10 @@ class CriticTrainer(ColumnWorker):
         batcher = MicroBatcher(rows, tower=self._backend.result().tower_work)
         for batch in (*batcher.add(self._rank_groups.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
+
+    def add_columns(self, step: int, columns: c.GroupColumns) -> None:
+        """Adds columns that the actor's ranks have computed to the groups of train step ``step``."""
+        self._rank_groups.add(step, columns)
 
     def finish_step(self) -> StepMetrics:
         """Ends the step and returns its metrics."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
 from relax_core.bus.ray_bus import blocking
@@ -48,9 +49,10 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus, discover_worker
 from relax_core.roles.engine_directory import EngineDirectory
 from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn
-from relax_core.roles.process_placement import node_address, shares_gpus
+from relax_core.roles.process_placement import actor_columns, node_address, shares_gpus
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
+from relax_core.roles.trainer.reference_logprobs import actor_computed_columns
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.shadow_watch import HACK_ONSET, shadow_counts, watch_values
 from relax_core.roles.trainer.trainer_turns import TrainerTurns
@@ -110,8 +112,10 @@ class PolicyTrainer(Worker):
         needed = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
         # With several data-parallel ranks, the lead trains only its share of the groups and reads this share from the
-        # bus.
-        self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
+        # bus, unless all ranks compute columns for all groups first.
+        self._computed = actor_columns(config)
+        reads_share = config.parallel.dp > 1 and not self._computed
+        self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if reads_share else None
         self._group_tokens = 0
         self._clock = StepClock()
         self._sync = self._build_sync()
@@ -135,7 +139,7 @@ class PolicyTrainer(Worker):
             timeout_s=config.run.stall_timeout_s,
             waiting=self.waiting,
             critic=discover_worker(context, worker_name("critic", 0)) if needed.critic else None,
-            rank_groups=None if self._payloads is None else policy_groups(context, self._bus),
+            rank_groups=policy_groups(context, self._bus) if config.parallel.dp > 1 else None,
         )
         if self._turns is not None:
             self._turns.worker_group = self._worker_group
@@ -209,6 +213,9 @@ class PolicyTrainer(Worker):
             if self._turns is not None:
                 with clock.timed("sync_ms"):
                     self._turns.begin()
+            if self._computed:
+                with clock.timed("forward_ms"):
+                    lease = self._with_computed_columns(lease, step)
             updates = updates or StepUpdates(self._worker_group, self._plan, step=step)
             with clock.timed("decode_ms"):
                 groups = self._decode(lease, step, consumed)
@@ -240,10 +247,16 @@ class PolicyTrainer(Worker):
             task="actor",
             columns=self._columns,
             payloads=self._payloads,
-            min_groups=missing if self._turns is not None else max(1, min(missing, fitting)),
+            min_groups=missing if self._turns is not None or self._computed else max(1, min(missing, fitting)),
             max_groups=missing,
             step=step,
         )
+
+    def _with_computed_columns(self, lease: Lease, step: int) -> Lease:
+        """Returns the lease with the columns that the actor's ranks compute; the other ranks get them, too."""
+        columns = actor_computed_columns(lease.rows, self._config, self._worker_group)
+        self._worker_group.add_columns(step, columns)
+        return msgspec.structs.replace(lease, rows=c.with_columns(lease.rows, columns))
 
     def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
         """Leases groups with short timeouts, so the trainer notices a stop.
@@ -453,12 +466,14 @@ class StepClock:
     """Holds the milliseconds of one step's parts on the lead rank.
 
     ``wait_ms`` is the wait for groups. ``bus_ms`` is the further time of the bus calls that lease and acknowledge.
-    ``push_ms`` is the time of the last push, which runs in the background; only the wait for its end is in ``sync_ms``.
-    ``stall_ms`` is the time that an engine did not decode because of the push.
+    ``forward_ms`` is the time of `actor_computed_columns`. ``push_ms`` is the time of the last push, which runs in the
+    background; only the wait for its end is in ``sync_ms``. ``stall_ms`` is the time that an engine did not decode
+    because of the push.
     """
 
     wait_ms: float = 0.0
     bus_ms: float = 0.0
+    forward_ms: float = 0.0
     decode_ms: float = 0.0
     train_ms: float = 0.0
     sync_ms: float = 0.0
@@ -697,6 +712,7 @@ def step_values(
         "step_ms": step_ms,
         "wait_ms": clock.wait_ms,
         "bus_ms": clock.bus_ms,
+        "forward_ms": clock.forward_ms,
         "decode_ms": clock.decode_ms,
         "train_ms": clock.train_ms,
         "sync_ms": clock.sync_ms,

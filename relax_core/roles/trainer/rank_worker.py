@@ -33,7 +33,7 @@ from relax_core.observe.process_usage import UsageMeter
 from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus
 from relax_core.roles.failure import RankLost, failure_line, is_broken_collective, what_was_lost
-from relax_core.roles.process_placement import on_this_node
+from relax_core.roles.process_placement import actor_columns, on_this_node
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published
 from relax_core.roles.worker import RUN_PLUGINS, Wait, WorkerStatus, keep_output, process_host, python_stacks
@@ -72,7 +72,8 @@ def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[T
 class RankGroups:
     """Reads the groups of a step from the bus. Each group is read once per step, even if several updates train on it.
 
-    ``columns`` lists the columns that this rank needs. ``window`` limits the age of tokens. ``timeout_s`` is the time
+    ``columns`` lists the columns that this rank reads; `add` adds the columns that the actor's ranks have computed.
+    ``window`` limits the age of tokens. ``timeout_s`` is the time
     limit of one read in seconds.
     """
 
@@ -81,6 +82,12 @@ class RankGroups:
         self._window, self._timeout_s = window, timeout_s
         self._step = -1
         self._groups: dict[str, TokenTree] = {}
+        self._computed: c.GroupColumns = {}
+
+    def add(self, step: int, columns: c.GroupColumns) -> None:
+        """Adds columns to the groups of train step ``step``, before `trees` of these groups."""
+        self._begin(step)
+        self._computed |= columns
 
     def trees(self, step: int, parts: Sequence[TreePart]) -> list[TokenTree]:
         """Returns the token trees of the parts for train step ``step``, in the order of the parts.
@@ -88,8 +95,7 @@ class RankGroups:
         Raises BusTimeout if the bus does not answer within ``timeout_s``, LeaseLost if a part's lease has ended, and
         BusLost if the bus has exited.
         """
-        if step != self._step:
-            self._step, self._groups = step, {}
+        self._begin(step)
         unread: dict[int, dict[str, None]] = {}  # lease → its group uids, each once, in order
         for part in parts:
             if part.group_uid not in self._groups:
@@ -98,10 +104,14 @@ class RankGroups:
             self._read(lease_id, list(group_uids))
         return [_part_of(self._groups[part.group_uid], part) for part in parts]
 
+    def _begin(self, step: int) -> None:
+        if step != self._step:
+            self._step, self._groups, self._computed = step, {}, {}
+
     def _read(self, lease_id: int, group_uids: list[str]) -> None:
         oldest = oldest_version(self._step, self._window)
         rows = blocking(self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s))
-        for row in rows:
+        for row in c.with_columns(rows, self._computed):
             self._groups[row.group_uid], _ = decode_train_tree(row, step=self._step, oldest_version=oldest)
 
 
@@ -124,13 +134,16 @@ def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
 
 def _rank_groups(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankGroups:
     config = context.config
+    computed = actor_columns(config)
+    columns = [column for column in columns if column not in computed]
     return RankGroups(bus, columns=columns, window=config.mode, timeout_s=config.run.stall_timeout_s)
 
 
 def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
-    """Returns the columns that the policy trains on in this run."""
+    """Returns the columns that the policy reads from the bus, without the columns that its own ranks compute."""
     requirements = find_algorithm(config.algo.name).requirements(config.algo)
-    return train_columns(requirements, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
+    columns = train_columns(requirements, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
+    return tuple(column for column in columns if column not in actor_columns(config))
 
 
 def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
@@ -346,6 +359,10 @@ class ActorRank(RankWorker):
         with self._busy("accumulate"):
             backend = self._backend
             backend.accumulate(self._rank_groups.trees(step, parts))
+
+    def add_columns(self, step: int, columns: c.GroupColumns) -> None:
+        """Adds columns that the actor's ranks have computed to the groups of train step ``step``."""
+        self._rank_groups.add(step, columns)
 
     def finish_step(self) -> RankTimes:
         """Ends the update and returns this rank's times."""

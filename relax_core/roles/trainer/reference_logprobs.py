@@ -1,4 +1,8 @@
-"""Implements the workers of actor_fwd and reference: they compute log-probs with the newest and the initial weights."""
+"""Computes log-probs with the newest and the initial weights: the workers of actor_fwd and reference.
+
+With ``placement.forward=actor`` these roles have no workers. The actor's ranks then compute the same columns, and the
+advantages, before each train step.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,40 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.media import MediaGone
+from relax_core.registry import find_algorithm
 from relax_core.roles.failure import RankLost
+from relax_core.roles.process_placement import actor_columns
 from relax_core.roles.role_context import RunContext
-from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
+from relax_core.roles.trainer.column_worker import ColumnWorker
 from relax_core.roles.trainer.worker_group import WorkerGroup, assemble_ranks
+from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)
+
+
+def actor_computed_columns(leased: Sequence[Group], config: RelaxConfig, worker_group: WorkerGroup) -> c.GroupColumns:
+    """Returns the columns of `actor_columns` for each group, computed by the actor's ranks between two updates.
+
+    The trained weights are those that the engines of the newest version have, and so are actor_fwd's.
+    """
+    wanted = actor_columns(config)
+    trees = [c.decode_tree(row) for row in leased]
+    for column, method in ((c.OLD_LOGPROBS, "logprobs"), (c.REFERENCE_LOGPROBS, "reference_logprobs")):
+        if column in wanted:
+            logprobs = worker_group.logprobs(trees, method=method)
+            trees = [tree.with_extras(**{column: values}) for tree, values in zip(trees, logprobs, strict=True)]
+    advantages = advantage_extras(trees, find_algorithm(config.algo.name), config.algo)
+    return {
+        tree.group_uid: {
+            name: c.encode_column(name, values) for name, values in {**tree.extras, **extras}.items() if name in wanted
+        }
+        for tree, extras in zip(trees, advantages, strict=True)
+    }
 
 
 class ForwardWorker(ColumnWorker):
@@ -48,7 +76,7 @@ class ForwardWorker(ColumnWorker):
             self._end(lost)
         self._worker_group = WorkerGroup(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns the log-probs of each group."""
         groups = [c.decode_tree(leased_group) for leased_group in leased]
         try:

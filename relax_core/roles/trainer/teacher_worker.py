@@ -29,7 +29,7 @@ from relax_core.roles.engine_directory import EngineDirectory, EngineMedia, engi
 from relax_core.roles.engine_owner import EngineOwner
 from relax_core.roles.role_context import TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_teacher
-from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
+from relax_core.roles.trainer.column_worker import ColumnWorker
 
 if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
@@ -233,12 +233,12 @@ class TeacherWorker(ColumnWorker):
                 name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns the teacher's columns of each group."""
         of_teachers: dict[str, list[Group]] = defaultdict(list)
         for row in leased:
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
-        columns: GroupColumns = {}
+        columns: c.GroupColumns = {}
         for name, its_rows in of_teachers.items():
             groups = [c.decode_tree(row) for row in its_rows]
             for group, scores in zip(groups, self._score(name, groups), strict=True):

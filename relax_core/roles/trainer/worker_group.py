@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from relax_core.contracts.bus import Lease
+from relax_core.contracts.columns import GroupColumns
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.discovery import discover_worker
@@ -132,16 +133,20 @@ class WorkerGroup:
             yield from self.lead.export()
         self._wait("export", sent)
 
-    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the log-probs under the current weights, float32 ``[rows]`` for each group, in order."""
+    def logprobs(self, groups: Sequence[TokenTree], *, method: str = "logprobs") -> list[np.ndarray]:
+        """Returns the log-probs under the current weights, float32 ``[rows]`` for each group, in order.
+
+        ``method`` is the back end's method, such as "reference_logprobs" for the weights of the reference.
+        """
+        of_lead: Callable[[Sequence[TokenTree]], list[np.ndarray]] = getattr(self.lead, method)
         if not self._other_ranks:
-            return self.lead.logprobs(groups)
+            return of_lead(groups)
         shares = split_over_ranks(with_row_numbers(groups), len(self._replicas), tower=self.lead.tower_work)
         answering = {ranks[0] for ranks in self._replicas}
-        sent = self._send_shares("logprobs", shares, answering=answering)
-        with self._collective("logprobs", sent):
-            mine = self.lead.logprobs(shares[0])
-        answers = [mine, *self._wait("logprobs", sent)]
+        sent = self._send_shares(method, shares, answering=answering)
+        with self._collective(method, sent):
+            mine = of_lead(shares[0])
+        answers = [mine, *self._wait(method, sent)]
         ends = np.cumsum([group.rows for group in groups])
         found = np.zeros(int(ends[-1]), dtype=np.float32)
         for ranks, share in zip(self._replicas, shares, strict=True):
@@ -228,6 +233,16 @@ class TrainerWorkerGroup(WorkerGroup):
     def add_lease(self, lease: Lease) -> None:
         """Records the lease of the step's next groups. Call this method before `accumulate` with these groups."""
         self._lease_ids.update((row.group_uid, lease.lease_id) for row in lease.rows)
+
+    def add_columns(self, step: int, columns: GroupColumns) -> None:
+        """Adds computed columns to the groups of train step ``step`` where ranks and critic read groups from the bus.
+
+        Call this method before `accumulate` with these groups.
+        """
+        sent = self._send([*self._other_ranks, *self._critic], "add_columns", step, columns)
+        if self._rank_groups is not None:
+            self._rank_groups.add(step, columns)
+        self._wait("add_columns", sent)
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Trains on a micro-batch of all data-parallel ranks."""

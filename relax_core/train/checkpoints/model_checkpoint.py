@@ -59,6 +59,7 @@ from relax_core.train.hf.weight_slices import WeightSlice
 from relax_core.train.optimizer import adam_states, create_optimizer_state, set_updates_done, updates_done
 
 if TYPE_CHECKING:
+    from relax_core.train.host_states import HostStates
     from relax_core.train.megatron_rank import RankSetup
 
 
@@ -112,7 +113,8 @@ class StateCopy:
 class RankCheckpoint:
     """Writes and reads one rank's part of a model's checkpoints; all ranks call the same methods in the same order.
 
-    ``slices`` are the rank's pieces of the weights. ``head`` is "policy" or "critic".
+    ``slices`` are the rank's pieces of the weights. ``head`` is "policy" or "critic". ``host_states`` has the
+    optimizer's states if they are on the host.
     """
 
     def __init__(
@@ -123,11 +125,12 @@ class RankCheckpoint:
         slices: Sequence[WeightSlice],
         optimizer: Any,
         head: str,
+        host_states: HostStates | None = None,
     ) -> None:
         self._setup = setup
         self._architecture, self._head = architecture, head
         self._slices = slices
-        self._optimizer = optimizer
+        self._optimizer, self._host_states = optimizer, host_states
         # The group is separate, because collectives of the writing thread must not mix with collectives of the train
         # step. Ranks that have finished writing wait in this group for ranks with slower disks.
         self._group = process_group.new_world_group(timeout_s=SLOWEST_WRITE_S)
@@ -166,7 +169,7 @@ class RankCheckpoint:
         check_same_model(saved, now, folder=folder)
         check_same_frozen_parts(saved, now, folder=folder)
         self._wait_for_ranks(f"load {folder}")
-        create_optimizer_state(self._optimizer)
+        create_optimizer_state(self._optimizer, keep=None if self._host_states is None else self._host_states.keep)
         same_ranks = (saved.layout, saved.world_size) == (now.layout, now.world_size)
         streams = {name: _whole(tensor) for name, tensor in random_state().items()} if same_ranks else {}
         pieces = self._pieces(saving=False) | {self._stream(name): stream for name, stream in streams.items()}
@@ -195,7 +198,10 @@ class RankCheckpoint:
             pieces.setdefault(kind + weight.rule.hf, Pieces(weight.shape)).blocks.extend(blocks)
 
         mine = _saved_here(self._slices) if saving else {weight.rule.hf for weight in self._slices}
-        states = adam_states(self._optimizer, [parameter for weight in self._slices for parameter in weight.parameters])
+        parameters = [parameter for weight in self._slices for parameter in weight.parameters]
+        states = adam_states(
+            self._optimizer, parameters, at=None if self._host_states is None else self._host_states.at
+        )
         for weight in self._slices:
             if saving and (weight.is_copy or not _first_of_tensor_parallel(weight)):
                 continue

@@ -204,9 +204,12 @@ class Counting(TorchDispatchMode):
     def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
-            return
         size = -(-storage.nbytes() // GRAIN) * GRAIN
+        found = self._live.get(key)
+        if found is not None:
+            if found.size == size:
+                return
+            self._freed(self._refs[key])  # The storage was resized (`relax_core.train.state_offload.resized`).
         if not size:
             return
         self._allocations += 1

@@ -18,6 +18,7 @@ BETWEEN, PACK, EMBEDDING, LAYERS, HEAD = "between", "pack", "embedding and tower
 HEAD_BACKWARD, LAYERS_BACKWARD = "head backward", "layers backward"
 EMBEDDING_BACKWARD = "embedding and towers backward"
 PIPELINE, SUMS, REDUCE, OPTIMIZER = "pipeline", "sums", "reduce", "optimizer"
+PUBLISH = "publish"  # not a phase of the update
 ONCE = (SUMS, REDUCE, OPTIMIZER, BETWEEN)  # phases that an update has once; the others belong to its micro-batches
 
 
@@ -50,7 +51,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rows`` are the rows of each micro-batch. ``state`` maps the categories `STATE` to bytes. ``before`` are the bytes
     in use when the update begins. ``reserved_by_step`` are the bytes that the caching allocator reserves beside them
-    during the update of the whole model; None if the short model's trace was not lengthened.
+    during the update of the whole model; None if the short model's trace was not lengthened. ``published`` are the
+    bytes that an export of the weights needs in addition to the state (`HfWeights.export`).
     """
 
     layers: int
@@ -64,6 +66,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     host_reads: dict[str, int]
     operators: int
     seconds: float
+    published: int = 0
 
     @property
     def peak(self) -> Section:
@@ -119,4 +122,5 @@ def extrapolated(short: Counts, longer: Counts, *, layers: int) -> Counts:
         host_reads=lines(short.host_reads, longer.host_reads),
         operators=line(short.operators, longer.operators),
         seconds=short.seconds + longer.seconds,
+        published=max(short.published, longer.published),  # one bucket, which holds tensors of a layer or two
     )

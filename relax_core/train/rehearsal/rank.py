@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
 from relax_core.train.device import training_device
 from relax_core.train.megatron_rank import RankSetup, StepSums, counted_sums, gradient_buffers
@@ -37,6 +39,7 @@ from relax_core.train.rehearsal.counts import (
     OPTIMIZER,
     PACK,
     PIPELINE,
+    PUBLISH,
     REDUCE,
     STATE,
     SUMS,
@@ -82,12 +85,11 @@ def rehearse(
     began_s = time.perf_counter()
     use_group_without_ranks()
     counting = Counting()
-    replace_gpu_parts(counting)
+    replace_gpu_parts(counting, folder_architecture(setup.model_folder, family=setup.family))
     try:
         with counting, FusedKernels(counting):
             rank = RehearsedRank(setup, counting=counting, unit=units.layers, temperature=temperature, media=media)
-            create_optimizer_state(rank.optimizer)
-            rank.name_state()
+            rank.create_state()
             state = counting.categories()
             before = counting.now
             counting.clear_counts()
@@ -97,7 +99,7 @@ def rehearse(
                     rank.accumulate(groups)
                 rank.finish_step()
         chunk = len(rank.models[0].decoder.layers)
-        return Counts(
+        counts = Counts(
             layers=chunk * len(rank.models),
             rows=[sum(group.computed_rows for group in groups) for groups in batches],
             state={category: state.get(category, 0) for category in STATE},
@@ -114,10 +116,22 @@ def rehearse(
             ],
             host_reads=dict(counting.host_reads),
             operators=counting.operators,
-            seconds=time.perf_counter() - began_s,
+            seconds=0.0,
         )
+        published = _published(rank, counting)
+        return msgspec.structs.replace(counts, published=published, seconds=time.perf_counter() - began_s)
     finally:
         process_group.leave()
+
+
+def _published(rank: RehearsedRank, counting: Counting) -> int:
+    """Returns the bytes that an export of the weights needs in addition to the state."""
+    counting.clear_counts()
+    with counting, counting.during(PUBLISH):
+        before = counting.now
+        for _, tensor in rank.export():
+            del tensor  # frees the tensor before the next tensor is created
+    return max(peak.bytes for (_, phase), peak in counting.sections.items() if phase == PUBLISH) - before
 
 
 def _reserved(counting: Counting, units: Units, *, chunk: int) -> int | None:
@@ -170,8 +184,9 @@ class RehearsedRank(MegatronBackend):
 
     def _load_main_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def name_state(self) -> None:
-        """Gives the memory of the state its categories; the optimizer's state must exist."""
+    def create_state(self) -> None:
+        """Creates the optimizer's state, and gives the memory of the state its categories."""
+        create_optimizer_state(self.optimizer, keep=None if self._host_states is None else self._host_states.keep)
         buffers = gradient_buffers(self.model_chunks)
         name = self._counting.name
         name(optimizer_tensors(self.optimizer), ADAM)  # In float32 these include the weights, which come last.

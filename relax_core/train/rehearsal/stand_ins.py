@@ -11,7 +11,8 @@ This is the only file of the rehearsal that uses private parts of torch, Megatro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from relax_core.families.architecture import Architecture
 from relax_core.train.hf import hf_weights
+from relax_core.train.hf.hf_weights import GatheredWeight
+from relax_core.train.hf.weight_rules import WeightRule, tensor_shape
+from relax_core.train.hf.weight_slices import WeightSlice
 from relax_core.train.megatron_without_cuda import namespace
 from relax_core.train.model import tree_attention
 from relax_core.train.model.tree_attention import BLOCK
@@ -39,14 +44,36 @@ def use_group_without_ranks() -> None:
         dist.Backend.register_backend(WITHOUT_RANKS, _create_fake_pg, extended_api=True, devices=["cpu", META])
 
 
-def replace_gpu_parts(counting: Counting) -> None:
-    """Replaces the functions of this process that need a GPU or other ranks."""
+def replace_gpu_parts(counting: Counting, architecture: Architecture) -> None:
+    """Replaces the functions of this process that need a GPU or other ranks of a model of ``architecture``."""
     from torch.optim import adam
 
     tree_attention._kernel = lambda: _FlexKernel(counting)  # type: ignore[assignment]
     namespace().Event.synchronize = lambda event: counting.count_wait()
-    hf_weights.agree_on_senders = lambda *args, **kwargs: []  # nothing is exported
+    hf_weights.agree_on_senders = partial(_senders, architecture)
     adam._device_dtype_check_for_fused = lambda *args, **kwargs: None  # It does not know META, which has the operator.
+
+
+def _senders(
+    architecture: Architecture,
+    rules: Sequence[WeightRule],
+    slices: Mapping[str, WeightSlice],
+    *,
+    device: torch.device,
+    dtype_of: Callable[[str], torch.dtype],
+) -> list[GatheredWeight]:
+    """Assumes that later ranks have the pieces that this rank does not have."""
+    rank = dist.get_rank()
+    weights = []
+    for rule in rules:
+        owned = slices.get(rule.hf)
+        shape = tensor_shape(rule, architecture)
+        senders: tuple[int, ...] = (rank + 1,)
+        if owned is not None:
+            shape = hf_weights._padded_shape(owned)
+            senders = tuple(rank if piece == owned.piece else rank + 1 + piece for piece in range(owned.pieces))
+        weights.append(GatheredWeight(rule=rule, shape=shape, senders=senders, dtype=dtype_of(rule.hf)))
+    return weights
 
 
 class StageShapes:

@@ -134,6 +134,23 @@ def test_a_row_is_read_once_a_step_and_with_its_neighbours() -> None:
     assert bus.reads[2:] == [uids[:1]]
 
 
+def test_computed_columns_belong_to_the_groups_of_one_step() -> None:
+    core = make_core(groups_per_step=GROUPS, group_size=64)
+    random_groups(core)
+    lease = leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS)
+    structures = decoded(lease.rows)
+    parts = parts_of(structures, {row.group_uid: lease.lease_id for row in lease.rows})
+    read = [column for column in COLUMNS if column not in (c.VALUES, c.RETURNS)]
+    window = make_settings(max_staleness=MAX_STALENESS)
+    rank = RankGroups(ReplayBufferBus(core), columns=read, window=window, timeout_s=60.0)  # type: ignore[arg-type]
+    values = {tree.group_uid: np.arange(tree.rows, dtype=np.float32) for tree in structures}
+    rank.add(STEP, {uid: {c.VALUES: c.encode_column(c.VALUES, array)} for uid, array in values.items()})
+    for tree in rank.trees(STEP, parts):
+        np.testing.assert_array_equal(tree.extras[c.VALUES], values[tree.group_uid])
+        assert c.RETURNS not in tree.extras
+    assert all(c.VALUES not in tree.extras for tree in rank.trees(STEP + 1, parts))
+
+
 def test_a_lease_that_ended_is_not_read_and_names_itself() -> None:
     core = make_core(groups_per_step=GROUPS, group_size=64)
     random_groups(core)

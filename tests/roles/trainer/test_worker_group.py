@@ -87,6 +87,32 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
         assert answer.tolist() == (group.token_ids + of_second).tolist()  # the second rank returns the shared prompt
 
 
+def test_all_ranks_train_the_columns_that_they_have_computed(
+    other_ranks: list[Any], context: RunContext, bus: BlockingBus, lease: Lease, groups: list[TokenTree]
+) -> None:
+    import ray
+
+    lead = Backend(0)
+    ranks = Ranks(
+        name="actor-0",
+        lead=lead,  # type: ignore[arg-type]
+        other_ranks=start(other_ranks, 1, context),
+        replicas=[[0], [1]],
+    )
+    worker_group = TrainerWorkerGroup(
+        ranks, timeout_s=120.0, waiting=waiting, rank_groups=policy_groups(context, bus.bus)
+    )
+    worker_group.begin_step(STEP)
+    worker_group.add_lease(lease)
+    advantages = {group.group_uid: -np.arange(1, 1 + group.lengths.sum()) for group in groups}
+    columns = {uid: {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, values)} for uid, values in advantages.items()}
+    worker_group.add_columns(STEP, columns)
+    worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
+    trained = [*lead.seen, *ray.get(other_ranks[0].seen.remote(), timeout=120)]
+    found = sorted(value for _, _, values in trained for value in values)
+    assert found == sorted(float(value) for values in advantages.values() for value in values)
+
+
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
     other_ranks: list[Any],
     context: RunContext,

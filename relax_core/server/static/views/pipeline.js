@@ -9,8 +9,8 @@ const COLOUR = {
   pack: "#1a9cb0", forward: "#2f6fe4", sums: "#7a8597", backward: "#1d4fae", pipeline: "#5b7fd6", reduce: "#c9972b", optimizer: "#a552c9",
   engine: "#2a9d63", restarts: "#d2447f", recoveries: "#b3261e", orders: "#1a9cb0",
 };
-const PARTS = ["wait", "bus", "decode", "train", "sync", "checkpoint", "other"];
-const WORDS = { wait: "waits for samples", bus: "waits for the bus", decode: "reads groups", train: "trains", sync: "publishes weights", checkpoint: "saves a checkpoint", other: "other" };
+const PARTS = ["wait", "bus", "forward", "decode", "train", "sync", "checkpoint", "other"];
+const WORDS = { wait: "waits for samples", bus: "waits for the bus", forward: "computes log-probs", decode: "reads groups", train: "trains", sync: "publishes weights", checkpoint: "saves a checkpoint", other: "other" };
 
 export async function show(root, { run, query }) {
   const lanes = h("section", { class: "card stack" });
