@@ -205,7 +205,7 @@ def main_weights(
     found = {}
     for parameter in parameters:
         main, start = _main_weight(wrapped, parameter)
-        if main in updated and main is not parameter and parameter.dtype is not torch.float32:
+        if main is not None and main in updated and parameter.dtype is not torch.float32:
             found[main] = (parameter, start)
     return found
 
