@@ -283,7 +283,7 @@ def _run_lines(check: str, finished: Any) -> Iterator[Line]:
 
 
 def check_colocate(given: Given) -> Iterator[Line]:
-    """Runs trainer (with the reference's log-probs) and engine alternately, on a GPU with SGLang."""
+    """Runs trainer and engine alternately, on a GPU with SGLang. The trainer computes the reference's log-probs."""
     words = ["algo.kl_coef=0.01", "algo.old_logprobs=actor_fwd"]
     if given.device != CUDA:
         words += ["mode=colocate", "placement.forward=actor"]

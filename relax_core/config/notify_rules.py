@@ -25,7 +25,7 @@ _NAMES = {
         "response_tokens/min response_tokens/max response_tokens/p10 response_tokens/p50 response_tokens/p90 "
         "truncated entropy staleness_max staleness_mean loss grad_norm learning_rate updates samples tokens "
         "rows skipped_groups repeated_rows samples_per_s tokens_per_s logprob_gap_max logprob_gap_mean "
-        "logprob_gap_tokens step_ms wait_ms bus_ms decode_ms forward_ms train_ms "
+        "logprob_gap_tokens step_ms wait_ms bus_ms decode_ms logprobs_ms train_ms "
         "sync_ms checkpoint_ms push_ms stall_ms "
         "moe/max_load moe/min_load moe/entropy moe/balance_loss value/loss value/grad_norm value/return "
         "value/clip value/explained_variance shadow_denied shadow_denied/usual hack_onset"

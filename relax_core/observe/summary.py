@@ -26,7 +26,7 @@ from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # means and medians leave out the first steps, because caches fill and pools grow
-STEP_PARTS = ("wait", "bus", "forward", "decode", "train", "sync", "checkpoint")  # consecutive parts of a train step
+STEP_PARTS = ("wait", "bus", "logprobs", "decode", "train", "sync", "checkpoint")  # consecutive parts of a train step
 ENGINE_FIELDS = ("engines", "operations")  # fields of a run with a gateway
 OWN_FIELDS = (
     *("outcome", "wall_s", "first_step_s", "recoveries", "stragglers", "records_dropped", "bad_rows", "keep_best"),

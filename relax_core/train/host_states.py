@@ -40,10 +40,13 @@ class HostStates:
             wrapped._copy_main_params_to_model_params = _nothing
             wrapped._copy_model_params_to_main_params = partial(self._read_parameters, copies)
         self.keep(optimizer_tensors(optimizer))
-        training_device().synchronize()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Moves those of ``tensors`` that are states on the device to the host."""
+        """Moves those of ``tensors`` that are states on the device to the host, where they can then be written."""
+        self._move(tensors)
+        training_device().synchronize()
+
+    def _move(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             # Step counters have no axis. They stay, because the update reads them on the device.
@@ -78,7 +81,7 @@ class HostStates:
                     for main in bucket:
                         if main in copies:
                             _part(main, *copies[main]).copy_(main)
-                    self.keep(_states(optimizer, bucket))
+                    self._move(_states(optimizer, bucket))
                 group.update({key: value for key, value in stepped.items() if key != "params"})
         finally:
             optimizer.param_groups = groups

@@ -205,9 +205,7 @@ def main_weights(
     found: dict[Tensor, tuple[torch.nn.Parameter, int]] = {}
     for parameter in parameters:
         main, start = _main_weight(wrapped, parameter)
-        if main is None or main is parameter or parameter.dtype is torch.float32:
-            continue
-        if main in updated:
+        if main is not None and main in updated and parameter.dtype is not torch.float32:
             found[main] = (parameter, start)
     return found
 

@@ -90,7 +90,7 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     # 6 steps of 20 tokens at 1e-7, 6 of 10 at 4e-7: (120 + 240)e-7 over 180
     assert summary["logprob_gap"] == pytest.approx({"max": 1.2e-5, "mean": 2e-7, "tokens": 180})
     # means from step 5 on: wait of 4, 14, 4, 14, 4, 23, 4; rollout of 26..32; other = 36 - 3 - 1 - 25 - 2 = 5
-    parts = {"wait": 67 / 7, "bus": 3, "forward": 0, "decode": 1, "train": 25, "sync": 2, "checkpoint": 3, "other": 5}
+    parts = {"wait": 67 / 7, "bus": 3, "logprobs": 0, "decode": 1, "train": 25, "sync": 2, "checkpoint": 3, "other": 5}
     assert summary["step_ms"] == pytest.approx({"total": 340 / 7, **parts, "rollout": 29})
     assert sum(parts.values()) == pytest.approx(340 / 7)
     assert summary["run"] == {"seed": 3}

@@ -214,7 +214,7 @@ class PolicyTrainer(Worker):
                 with clock.timed("sync_ms"):
                     self._turns.begin()
             if self._computed:
-                with clock.timed("forward_ms"):
+                with clock.timed("logprobs_ms"):
                     lease = self._with_computed_columns(lease, step)
             updates = updates or StepUpdates(self._worker_group, self._plan, step=step)
             with clock.timed("decode_ms"):
@@ -466,14 +466,14 @@ class StepClock:
     """Holds the milliseconds of one step's parts on the lead rank.
 
     ``wait_ms`` is the wait for groups. ``bus_ms`` is the further time of the bus calls that lease and acknowledge.
-    ``forward_ms`` is the time of `actor_computed_columns`. ``push_ms`` is the time of the last push, which runs in the
+    ``logprobs_ms`` is the time of `actor_computed_columns`. ``push_ms`` is the time of the last push, which runs in the
     background; only the wait for its end is in ``sync_ms``. ``stall_ms`` is the time that an engine did not decode
     because of the push.
     """
 
     wait_ms: float = 0.0
     bus_ms: float = 0.0
-    forward_ms: float = 0.0
+    logprobs_ms: float = 0.0
     decode_ms: float = 0.0
     train_ms: float = 0.0
     sync_ms: float = 0.0
@@ -712,7 +712,7 @@ def step_values(
         "step_ms": step_ms,
         "wait_ms": clock.wait_ms,
         "bus_ms": clock.bus_ms,
-        "forward_ms": clock.forward_ms,
+        "logprobs_ms": clock.logprobs_ms,
         "decode_ms": clock.decode_ms,
         "train_ms": clock.train_ms,
         "sync_ms": clock.sync_ms,

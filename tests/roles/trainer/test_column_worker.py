@@ -28,7 +28,6 @@ from relax_core.roles.role_context import BUS, RunContext
 from relax_core.roles.trainer import column_worker
 from relax_core.roles.trainer.column_worker import (
     ColumnWorker,
-    GroupColumns,
     give_up_lease,
     lease_whole_step,
     without_timeout,
@@ -210,7 +209,7 @@ class Annotator(ColumnWorker):
     def prepare(self) -> None:
         """Does nothing."""
 
-    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> c.GroupColumns:
         """Returns column "b" of each group."""
         media = {group.group_uid: msgspec.msgpack.decode(group.columns[MEDIA], type=list[Media]) for group in leased}
         items = [medium.item for placed in media.values() for medium in placed]

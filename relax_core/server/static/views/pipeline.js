@@ -6,11 +6,11 @@ const EVERY_MS = 2000;
 const COLOUR = {
   wait: "#c9972b", bus: "#7a8597", decode: "#1a9cb0", train: "#2f6fe4", sync: "#a552c9", checkpoint: "#d2447f", other: "#98a2b3",
   trainer: "#2457c5", rollout: "#2a9d63", weights: "#a552c9", evaluation: "#d9622b",
-  pack: "#1a9cb0", forward: "#2f6fe4", sums: "#7a8597", backward: "#1d4fae", pipeline: "#5b7fd6", reduce: "#c9972b", optimizer: "#a552c9",
+  pack: "#1a9cb0", logprobs: "#8fb3f2", forward: "#2f6fe4", sums: "#7a8597", backward: "#1d4fae", pipeline: "#5b7fd6", reduce: "#c9972b", optimizer: "#a552c9",
   engine: "#2a9d63", restarts: "#d2447f", recoveries: "#b3261e", orders: "#1a9cb0",
 };
-const PARTS = ["wait", "bus", "forward", "decode", "train", "sync", "checkpoint", "other"];
-const WORDS = { wait: "waits for samples", bus: "waits for the bus", forward: "computes log-probs", decode: "reads groups", train: "trains", sync: "publishes weights", checkpoint: "saves a checkpoint", other: "other" };
+const PARTS = ["wait", "bus", "logprobs", "decode", "train", "sync", "checkpoint", "other"];
+const WORDS = { wait: "waits for samples", bus: "waits for the bus", logprobs: "computes log-probs", decode: "reads groups", train: "trains", sync: "publishes weights", checkpoint: "saves a checkpoint", other: "other" };
 
 export async function show(root, { run, query }) {
   const lanes = h("section", { class: "card stack" });
