@@ -67,6 +67,8 @@ def install_on_cpu() -> None:
     after_import("sglang.srt.mem_cache.pool_host.common", _pin_no_memory)
     after_import("sglang.srt.arg_groups.choices", _allow_seeds)
     after_import("sglang.srt.batch_invariant_ops", _keep_torch_kernels)
+    after_import("sglang.kernels.ops.attention.fla.layernorm_gated", _norm_on_cpu)
+    after_import("sglang.srt.models.qwen2_moe", _add_shared_expert_on_cpu)
 
 
 def _define_missing_schemas(module: ModuleType) -> None:
@@ -102,6 +104,20 @@ def _keep_torch_kernels(module: ModuleType) -> None:
     On a CPU, torch's kernels may round differently in different batches.
     """
     module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
+
+
+def _norm_on_cpu(module: ModuleType) -> None:
+    """Makes the norm of a gated delta net call the CPU kernel. On a CPU without AMX, SGLang calls a Triton kernel."""
+    module._use_cpu = True  # type: ignore[attr-defined]
+
+
+def _add_shared_expert_on_cpu(module: ModuleType) -> None:
+    """Replaces the Triton kernel that adds the output of Qwen3.5-MoE's shared expert, times its gate."""
+
+    def added(hidden: Any, gate_weight: Any, shared_output: Any, output: Any) -> None:
+        output.add_((hidden @ gate_weight).sigmoid()[:, None] * shared_output)
+
+    module.fused_gate_sigmoid_mul_add = added  # type: ignore[attr-defined]
 
 
 def install_media() -> None:
@@ -194,6 +210,7 @@ def install() -> None:
     """Installs the patches that every server needs. Call it before sglang is imported."""
     after_import("sglang.srt.utils.weight_versions", _record_old_prefixes)
     after_import("sglang.srt.managers.scheduler", _stay_paused_without_cache)
+    after_import("sglang.srt.configs.qwen3_5", _read_rotary_part)
     install_media()
 
 
@@ -231,3 +248,17 @@ def _stay_paused_without_cache(module: ModuleType) -> None:
             resume(scheduler, request)
 
     module.Scheduler.continue_generation = unless_released
+
+
+def _read_rotary_part(module: ModuleType) -> None:
+    """Reads the rotary part of Qwen3.5's heads from rope_parameters, where transformers writes it.
+
+    SGLang ignores this value and rotates a quarter of each head.
+    """
+    make = module.Qwen3_5TextConfig.__init__
+
+    def with_part(config: Any, **values: Any) -> None:
+        part = (values.get("rope_parameters") or {}).get("partial_rotary_factor")
+        make(config, **({} if part is None else {"partial_rotary_factor": part}) | values)
+
+    module.Qwen3_5TextConfig.__init__ = with_part

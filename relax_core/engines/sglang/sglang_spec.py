@@ -106,6 +106,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.host.startswith("127.") else {}),
+        "SGLANG_MAMBA_CONV_DTYPE": launch.dtype,  # inputs of Qwen3.5's convolutions; SGLang's default is bfloat16
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(launch.shared_gpus)} if launch.shared_gpus else {}),
         **_media_environment(launch),

@@ -1,4 +1,5 @@
-"""Passes encoded media items to SGLang's model. Replaces SGLang's processors of Qwen3-VL and Qwen3-Omni.
+"""Passes encoded media items to SGLang's model. Replaces SGLang's processors of Qwen3-VL, Qwen3.5 and
+Qwen3-Omni.
 
 SGLang's processors decode, resize and expand media, but Relax's items are already encoded. This processor maps the
 item's file, and returns the unchanged ids of the prompt, the uint8 frames of each step of an item, and rotary
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 from sglang.srt.models.qwen3_omni_moe import Qwen3OmniMoeForConditionalGeneration
 from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
@@ -37,6 +39,8 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
     models = (
         Qwen3VLForConditionalGeneration,
         Qwen3VLMoeForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
         Qwen3OmniMoeForConditionalGeneration,
     )
 
