@@ -11,11 +11,11 @@ from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from relax_core.contracts.engine import KV_CACHE
-from relax_core.engines.sglang.media.placed_items import VISION_FOLDER
+from relax_core.engines.sglang.media.placed_items import FRACTION_UNITS, VISION_FOLDER, WHOLE_BITS
 from relax_core.families.architecture import Architecture
 
 
@@ -125,6 +125,7 @@ def install_media() -> None:
     after_import("sglang.srt.models.qwen3_vl", _take_frames)
     after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
     after_import("sglang.srt.models.qwen3_omni_moe", _pass_whole_chunks)
+    after_import("sglang.srt.layers.rotary_embedding.mrope", _rotate_by_fractions)
 
 
 def forget_features() -> None:
@@ -179,6 +180,37 @@ def _pass_whole_chunks(module: ModuleType) -> None:
         return torch.cat(rows)
 
     module.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_feature = of_sounds
+
+
+def _rotate_by_fractions(module: ModuleType) -> None:
+    """Makes Qwen3-Omni's rotary embedding read packed positions (`packed_positions`). Its videos have fractions.
+
+    SGLang reads cosines and sines from a table with a row for each whole position; this computes them.
+    """
+    if VISION_FOLDER not in os.environ or _model().audio is None:
+        return
+    import torch
+
+    class Rotations:
+        def __init__(self, frequencies: Any) -> None:
+            self._frequencies = frequencies
+
+        def __getitem__(self, packed: Any) -> Any:
+            parts = (packed >> WHOLE_BITS).double() / FRACTION_UNITS
+            positions = ((packed & (2**WHOLE_BITS - 1)).double() + parts).float()
+            angles = positions[..., None] * self._frequencies.to(packed.device)
+            return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    table_lookup = module.MRotaryEmbedding.forward_native
+    names = ("mrope_section", "mrope_interleaved", "head_size", "rotary_dim", "is_neox_style")
+
+    def rotate(rotary: Any, positions: Any, query: Any, key: Any, fused_set_kv_buffer_arg: Any = None) -> Any:
+        values = {name: getattr(rotary, name) for name in names}
+        computed = SimpleNamespace(cos_sin_cache=Rotations(rotary._compute_inv_freq(rotary.base)), **values)
+        return table_lookup(computed, positions, query, key, fused_set_kv_buffer_arg)
+
+    for name in ("forward_native", "forward_cpu", "forward_cuda"):
+        setattr(module.MRotaryEmbedding, name, rotate)
 
 
 def _with_patches(item: Any, device: Any) -> Any:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.contracts.engine import EngineError, EngineUnreachable, PauseMode, TensorSpec, WeightManifest
 from relax_core.contracts.private_folder import file_locked
 from relax_core.engines.protocol.engine_client import EngineClient, group_body, tensors_body
 from relax_core.engines.protocol.generate_messages import ModelInfo
@@ -313,15 +313,21 @@ class SglangWeightCalls(EngineClient):
         self._go_on()
 
     def _stop_samples(self) -> None:
-        """Pauses the server. With recurrent states, running samples leave the cache, which is emptied."""
-        self._call("POST", "/pause_generation", {"mode": "retract" if self.has_states else "in_place"})
-        if not self.has_states:
-            return
-        try:
-            self._flush(wait_s=0.0)  # SGLang would also wait for the samples that have left the cache
-        except EngineError:
-            self._go_on()
-            raise
+        self.pause("retract" if self.has_states else "in_place")
+
+    def pause(self, mode: PauseMode) -> dict[str, Any]:
+        """Implements `EngineClient.pause`. Retracted samples are prefilled again, so the cache is emptied.
+
+        SGLang would otherwise find these samples' keys and values in the cache, also after new weights.
+        """
+        answer = super().pause(mode)
+        if mode == "retract":
+            try:
+                self._flush(wait_s=0.0)  # SGLang would also wait for the retracted samples
+            except EngineError:
+                self._go_on()
+                raise
+        return answer
 
     def flush_cache(self) -> None:
         """Drops the engine's cache of finished prompts. The engine refuses while samples run."""

@@ -200,6 +200,7 @@ def test_weights_change_while_a_picture_prompt_runs(vision_engine: VisionEngine,
 
     Recurrent states would preserve the effect of old weights, so a model with states recomputes them in both modes.
     """
+    vision_engine.engine.flush()
     (prompt,) = vision_engine.prompts((text(3), vision_engine.seen.image(4, 3, seed=41), text(4)))
     other_model = make_tiny_vision_model(None, name=vision_engine.name, seed=9)
     tokens: list[int] = []
@@ -233,6 +234,7 @@ def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(
     vision_engine: VisionEngine, tmp_path: Path, what: str
 ) -> None:
     """Keys, values and states stay, move to another slot, or are recomputed. The tokens do not change."""
+    vision_engine.engine.flush()
     seen, client = vision_engine.seen, vision_engine.engine.client
     leaves, stays = vision_engine.prompts(
         (text(9), seen.image(3, 4, seed=42), text(4)), (text(3), seen.video(3, 2, 3, seed=43), text(70))

@@ -208,16 +208,13 @@ def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
     assert before == after, "text and pictures are equal to the bit"
 
 
-def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> None:
-    if thinker.kind != "sglang":
-        pytest.skip("the embedded engine takes it")
-    with pytest.raises(Exception, match="fractions"):
-        thinker.generate([request(2, thinker.items.video(3, 4, 4), 3)])
-
-
-def test_videos_have_their_own_positions(embedded: ServedThinker) -> None:
-    worst = embedded.gap(*videos(embedded.items), *pictures_and_sounds(embedded.items))
-    assert worst <= REACH
+def test_videos_have_their_own_positions(thinker: ServedThinker) -> None:
+    """The positions of a video's rows, and of all rows after them, have fractions."""
+    asked = [*videos(thinker.items), *pictures_and_sounds(thinker.items)]
+    if thinker.kind == "sglang":
+        asked = [prompt for prompt in asked if not any(medium.item.audio_frames for medium in prompt.media if medium.item.kind == "video")]
+    assert any(medium.item.fractional for prompt in asked for medium in prompt.media)
+    assert max(thinker.gap(prompt) for prompt in asked) <= REACH
 
 
 def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker) -> None:

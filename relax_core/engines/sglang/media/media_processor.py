@@ -28,7 +28,13 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.rotary import rotary_of_sequence
-from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER, find_items, step_spans
+from relax_core.engines.sglang.media.placed_items import (
+    MEDIA_FOLDER,
+    VISION_FOLDER,
+    find_items,
+    packed_positions,
+    step_spans,
+)
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 
@@ -61,12 +67,6 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
             raise ValueError("images, videos and sounds come with input_ids, in image_data as digest:row.")
         found = find_items(image_data or [], input_text, towers=self._towers, reader=self._reader)
         positions, following = rotary_of_sequence(len(input_text), [media for media, _ in found])
-        if not np.array_equal(positions, np.trunc(positions)):
-            raise ValueError(
-                "a video of the prompt has rotary positions with fractions, and SGLang keeps whole positions. Use "
-                "engine=embedded."
-            )
-        positions = positions.astype(np.int64)
         return MultimodalProcessorOutput(
             input_ids=input_text,
             mm_items=[step for media, tensors in found for step in _steps(media, tensors, self._towers)],
@@ -75,8 +75,8 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
             im_token_id=self._tower.image_token_id,
             video_token_id=self._tower.video_token_id,
             audio_token_id=None if self._towers.audio is None else self._towers.audio.audio_token_id,
-            mrope_positions=torch.from_numpy(positions),
-            mrope_position_delta=torch.tensor([[int(following) - len(input_text)]]),
+            mrope_positions=torch.from_numpy(packed_positions(positions)),
+            mrope_position_delta=torch.from_numpy(packed_positions(np.array([[following - len(input_text)]]))),
         )
 
 

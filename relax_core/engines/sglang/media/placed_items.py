@@ -67,3 +67,19 @@ def step_spans(media: Media, towers: Towers) -> Iterator[tuple[int, int]]:
     rows = media.start + np.flatnonzero(towers.feature_rows(media.item.ids))
     for step in np.split(rows, max(1, media.item.grid[0])):
         yield int(step[0]), int(step[-1])
+
+
+FRACTION_UNITS = 2**20  # a fraction of a rotary position is a number of these parts; float32 has fewer at 8 and above
+WHOLE_BITS = 32  # of a packed position; the parts are in the bits above
+
+
+def packed_positions(positions: np.ndarray) -> np.ndarray:
+    """Packs rotary positions, float64 or int64, into int64: the lower half has the whole part, the upper the fraction.
+
+    SGLang stores positions as int64, adds whole numbers to them, and knows no fractions. Such sums keep the fraction.
+    A position without a fraction is unchanged.
+    """
+    parts = np.rint(np.asarray(positions, dtype=np.float64) * FRACTION_UNITS).astype(np.int64)
+    whole = parts // FRACTION_UNITS
+    packed: np.ndarray = ((parts - whole * FRACTION_UNITS) << WHOLE_BITS) + whole
+    return packed
