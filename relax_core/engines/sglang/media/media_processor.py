@@ -33,6 +33,7 @@ from relax_core.engines.sglang.media.placed_items import (
     VISION_FOLDER,
     find_items,
     packed_positions,
+    sound_spans,
     step_spans,
 )
 from relax_core.families.folder import folder_architecture
@@ -69,7 +70,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
         positions, following = rotary_of_sequence(len(input_text), [media for media, _ in found])
         return MultimodalProcessorOutput(
             input_ids=input_text,
-            mm_items=[step for media, tensors in found for step in _steps(media, tensors, self._towers)],
+            mm_items=[part for media, tensors in found for part in _parts(media, tensors, self._towers)],
             im_start_id=self._tower.vision_start_token_id,
             im_end_id=self._tower.vision_end_token_id,
             im_token_id=self._tower.image_token_id,
@@ -80,30 +81,34 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
         )
 
 
-def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
-    """Yields one SGLang item for a sound, and one item per step of a grid: a tower attends only within a step."""
-    kind, grid = media.item.kind, torch.tensor([[1, *media.item.grid[1:]]])
+def _parts(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
+    """Yields one SGLang item per step of a grid, because a tower attends only within a step, and one for a sound."""
     for step, span in enumerate(step_spans(media, towers)):
-        if kind == "audio":
-            features = _mapped(tensors["features"])[None]
-            mask = torch.ones((1, features.shape[2]), dtype=torch.int64)
-            item = MultimodalDataItem(
-                modality=Modality.AUDIO,
-                feature=features,
-                offsets=[span],
-                model_specific_data={"feature_attention_mask": mask},
-            )
-        else:
-            assert towers.vision is not None, "an image or a video needs a model with a vision tower"
-            size = towers.vision.temporal_patch_size
-            item = MultimodalDataItem(
-                modality=Modality.IMAGE if kind == "image" else Modality.VIDEO,
-                feature=_mapped(tensors["frames"][step * size : (step + 1) * size]),
-                offsets=[span],
-                model_specific_data={"image_grid_thw" if kind == "image" else "video_grid_thw": grid},
-            )
-        item.set_identity(hashlib.blake2b(f"{media.item.digest}:{step}".encode(), digest_size=32).digest())
-        yield item
+        assert towers.vision is not None, "an image or a video needs a model with a vision tower"
+        image, size = media.item.kind == "image", towers.vision.temporal_patch_size
+        grid = torch.tensor([[1, *media.item.grid[1:]]])
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE if image else Modality.VIDEO,
+            feature=_mapped(tensors["frames"][step * size : (step + 1) * size]),
+            offsets=[span],
+            model_specific_data={"image_grid_thw" if image else "video_grid_thw": grid},
+        )
+        yield _named(item, f"{media.item.digest}:{step}")
+    if spans := sound_spans(media, towers):
+        features = _mapped(tensors["features"])[None]
+        mask = torch.ones((1, features.shape[2]), dtype=torch.int64)
+        item = MultimodalDataItem(
+            modality=Modality.AUDIO,
+            feature=features,
+            offsets=spans,
+            model_specific_data={"feature_attention_mask": mask},
+        )
+        yield _named(item, f"{media.item.digest}:sound")
+
+
+def _named(item: MultimodalDataItem, name: str) -> MultimodalDataItem:
+    item.set_identity(hashlib.blake2b(name.encode(), digest_size=32).digest())
+    return item
 
 
 def _mapped(values: np.ndarray) -> torch.Tensor:

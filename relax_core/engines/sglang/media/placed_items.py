@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -59,14 +59,24 @@ def _parts(name: object) -> tuple[str, int]:
     return digest, int(start)
 
 
-def step_spans(media: Media, towers: Towers) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last row of each step of an item's grid, as positions in the prompt.
+Span = tuple[int, int]  # first and last row, as positions in the prompt
 
-    An image or a sound is one step. The rows of a step are contiguous.
-    """
-    rows = media.start + np.flatnonzero(towers.feature_rows(media.item.ids))
-    for step in np.split(rows, max(1, media.item.grid[0])):
-        yield int(step[0]), int(step[-1])
+
+def step_spans(media: Media, towers: Towers) -> list[Span]:
+    """Returns the rows of each step of an item's grid; an image is one step. The rows of a step are contiguous."""
+    ids = media.item.ids
+    rows = media.start + np.flatnonzero(towers.feature_rows(ids) & ~towers.audio_rows(ids))
+    return [_span(step) for step in np.split(rows, media.item.grid[0])] if rows.size else []
+
+
+def sound_spans(media: Media, towers: Towers) -> list[Span]:
+    """Returns the contiguous rows of an item's sound. The steps of a video are between the rows of its sound."""
+    rows = media.start + np.flatnonzero(towers.audio_rows(media.item.ids))
+    return [_span(run) for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)] if rows.size else []
+
+
+def _span(rows: np.ndarray) -> Span:
+    return int(rows[0]), int(rows[-1])
 
 
 FRACTION_UNITS = 2**20  # a fraction of a rotary position is a number of these parts; float32 has fewer at 8 and above
