@@ -118,7 +118,10 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     (folder / "config.json").write_text('{"model_type": "qwen9_vl"}')
     given = ["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"]
     (problem,) = vision_problems(typed_config(compose(given)))
-    assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe, qwen3_5, " in problem
+    assert (
+        "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe, qwen3_5, "
+        in problem
+    )
     assert list(vision_problems(typed_config(compose(["engine=sglang", "model=qwen3_vl"])))) == []
 
 
@@ -130,8 +133,8 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
         (
             {"layer_types": ["linear_attention", "full_attention"] * 2},
             False,
-            "with engine=sglang: full attention is in the layers [1, 3] of config.json, but SGLang computes it in every "
-            "4th layer",
+            "with engine=sglang: full attention is in the layers [1, 3] of config.json, but SGLang computes it in "
+            "every 4th layer",
         ),
         ({"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2}, False, None),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, False, None),

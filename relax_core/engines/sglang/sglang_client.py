@@ -145,8 +145,8 @@ class SglangClient(SglangWeightCalls):
     vocabulary would end the server. ``seeds`` is True if the server runs with --enable-deterministic-inference;
     otherwise the server ignores seeds. ``attached`` is True for an external server, which lacks Relax's weight loader.
     ``stops`` finds stop strings with the model's tokenizer. ``media_folder`` contains the items of prompts; to an
-    external server, which cannot read this folder, the client sends the images. For ``weights_folder`` and ``has_states``
-    see `SglangWeightCalls`.
+    external server, which cannot read this folder, the client sends the images. For ``weights_folder`` and
+    ``has_states`` see `SglangWeightCalls`.
     """
 
     def __init__(
@@ -586,7 +586,7 @@ class AttachedImages:
     def entries(self, input_ids: list[int], media: Sequence[Media], *, version: int) -> MediaEntries:
         """Returns the ids with one placeholder per image, and the images as base64 of PNGs.
 
-        Raises ValueError for a video, because SGLang would sample, resize and time the frames again.
+        Raises ValueError for a video, because SGLang would resize its frames and tokenize its times again.
         """
         if not media:
             return input_ids, []

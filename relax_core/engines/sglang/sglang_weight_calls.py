@@ -83,8 +83,9 @@ class SglangWeightCalls(EngineClient):
 
     SGLang loads directly into the served model, so each update pauses the server in place. Running samples then
     continue with their cache. A model with recurrent states (`has_states`) prefills them again, as in the embedded
-    engine: states would keep the effect of the old weights. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder``
-    is the folder of the run's versions, which contains the senders' lock; it is None if there is no other sender.
+    engine: states would keep the effect of the old weights. ``group_ranks`` is the number of the server's ranks; all
+    ranks load. ``weights_folder`` is the folder of the run's versions, which contains the senders' lock; it is None if
+    there is no other sender.
     """
 
     has_loader = True
@@ -334,7 +335,7 @@ class SglangWeightCalls(EngineClient):
         self._flush(wait_s=self._control_timeout_s / 2)
 
     def _flush(self, *, wait_s: float) -> None:
-        """Flushes the cache; SGLang waits ``wait_s`` seconds for running requests, because it flushes only when idle."""
+        """Flushes the cache. SGLang flushes only when idle, and waits ``wait_s`` seconds for running requests."""
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
         if status != 200:  # SGLang's reply is not JSON
             raise self._refusal("/flush_cache", status, data)

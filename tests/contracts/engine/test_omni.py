@@ -233,6 +233,10 @@ def test_a_paused_sample_has_the_tokens_of_a_calm_one(thinker: ServedThinker, mo
         thinker.engine.client.resume()
         read(events, tokens, logprobs, count=len(tokens) + 24)
     calm: list[int] = []
-    take(thinker.engine.post("/generate", long_body(asked, PARAMS, f"calm: {mode}", new=len(tokens), kind=thinker.kind)), calm, [])
+    take(
+        thinker.engine.post("/generate", long_body(asked, PARAMS, f"calm: {mode}", new=len(tokens), kind=thinker.kind)),
+        calm,
+        [],
+    )
     assert tokens == calm
     assert thinker.difference(asked, tokens, logprobs) <= REACH

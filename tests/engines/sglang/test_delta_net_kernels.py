@@ -43,7 +43,9 @@ def test_a_convolution_goes_on_from_its_slot() -> None:
     channels, width = 6, 4
     weight = rows(channels, width, seed=1)
     given = [rows(length, channels, seed=10 + length) for length in LENGTHS]
-    expected = [F.silu(F.conv1d(F.pad(x.T, (width - 1, 0))[None], weight[:, None], groups=channels))[0].T for x in given]
+    expected = [
+        F.silu(F.conv1d(F.pad(x.T, (width - 1, 0))[None], weight[:, None], groups=channels))[0].T for x in given
+    ]
     pool = rows(5, channels, width - 1, seed=2)  # the slots have rests of other requests
     untouched = pool[[0, 2, 4]].clone()
     found: list[list[torch.Tensor]] = [[] for _ in LENGTHS]

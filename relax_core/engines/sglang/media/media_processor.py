@@ -1,5 +1,4 @@
-"""Passes encoded media items to SGLang's model. Replaces SGLang's processors of Qwen3-VL, Qwen3.5 and
-Qwen3-Omni.
+"""Passes encoded media items to SGLang's model, and replaces SGLang's processors of Qwen3-VL, Qwen3.5 and Qwen3-Omni.
 
 SGLang's processors decode, resize and expand media, but Relax's items are already encoded. This processor maps the
 item's file, and returns the unchanged ids of the prompt, the uint8 frames of each step of an item, and rotary

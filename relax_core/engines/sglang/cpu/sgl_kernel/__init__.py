@@ -106,7 +106,7 @@ def fused_qk_gemma_rmsnorm(
 def fused_qk_gemma_rmsnorm_with_gate(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, num_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the same as `fused_qk_gemma_rmsnorm`. Each head of ``q_gate`` has a query and a gate; returns also the gates."""
+    """Returns also the gates. Each head of ``q_gate`` has a query and a gate; see `fused_qk_gemma_rmsnorm`."""
     q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
     return (
         _head_norm(q, q_weight, eps, head_dim),
@@ -123,7 +123,7 @@ def _head_norm(rows: Tensor, weight: Tensor, eps: float, head_dim: int) -> Tenso
 def fused_qkvzba_split_reshape_cat_contiguous(
     mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits the projections of a delta net: inputs of the convolution, output gates, and the inputs b and a of gates."""
+    """Splits the projections of a delta net: inputs of the convolution, output gates z, and the inputs b and a."""
     gates = num_heads_v * head_v
     mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + gates, gates], dim=-1)
     b, a = mixed_ba.split([num_heads_v, num_heads_v], dim=-1)
