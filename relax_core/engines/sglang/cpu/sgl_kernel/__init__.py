@@ -1,8 +1,8 @@
 """Implements kernels of sgl_kernel's CPU build in torch: the kernels that Qwen3 and Qwen3.5 need, dense and MoE.
 
 The original package has no wheel for CPUs without AMX. All other kernels raise NotImplementedError with the kernel's
-name, to avoid silent errors. SGLang imports this package, and its module ``mamba``, by these names. It calls operators
-of ``torch.ops.sgl_kernel`` too; their names and arguments are those of SGLang's calls.
+name, to avoid silent errors. SGLang imports this package, and its module ``mamba.py``, by these names. It calls
+operators of ``torch.ops.sgl_kernel`` too; their names and arguments are those of SGLang's calls.
 """
 
 from __future__ import annotations
