@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from relax_core.config.error_messages import missing_name
 from relax_core.config.modality import media_kinds
-from relax_core.config.model_checks import family_of_run
 from relax_core.config.redaction import is_secret_name, redacted
 from relax_core.config.schema import MEDIA_TASKS, EngineConfig, RelaxConfig
 from relax_core.contracts.media import MediaKind
@@ -223,22 +222,9 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields problems of media settings that SGLang does not support, and of media that external servers do not get."""
+    """Yields a problem for media that external servers do not get."""
     kinds = media_kinds(config)
-    if config.modality.audio_in_video and "video" in kinds:
-        yield (
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
-            "engine=embedded, or modality.audio_in_video=false."
-        )
-    family = family_of_run(config)
-    timed = family is not None and family.vision is not None and family.vision.seconds_key is not None
     for kind, column in config.data.media_keys.columns.items():
-        if timed and kind == "video" and kind in kinds:
-            yield (
-                f"data.media_keys.video={column} with model={config.model.name} and engine=sglang: the times of its "
-                "videos are rotary positions with fractions, and SGLang 0.5.23 keeps whole positions. Use "
-                "engine=embedded, or drop the key."
-            )
         if config.engine.urls and kind != "image" and kind in kinds:
             yield (
                 f"data.media_keys.{kind}={column} with engine.urls: a server that the run did not start takes images "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relax_core.config.compose import compose, load_config, typed_config
-from relax_core.config.errors import ConfigError, NotYet
-from relax_core.engines.sglang.sglang_spec import version_problems, vision_problems
+from relax_core.config.errors import ConfigError
+from relax_core.engines.sglang.sglang_spec import layer_problems, version_problems, vision_problems
 
 SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
 
@@ -70,12 +72,6 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             [*SGLANG, "model=qwen3_vl", "data.media_keys.video=clip"],
             "data.media_keys.video=clip with engine.urls: a server that the run did not start takes images only",
         ),
-        (
-            ["model=tiny_qwen3_omni", "engine=sglang", "modality.audio_in_video=true"],
-            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
-            "engine=embedded",
-        ),
-        (["engine=sglang", "model=tiny_qwen3_5"], "model.family=qwen3_5 with engine=sglang: SGLang's model of this"),
         ([*SGLANG, "engine.weight_transport=gloo"], "servers that the run did not start load from its folder"),
     ],
 )
@@ -122,12 +118,39 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     (folder / "config.json").write_text('{"model_type": "qwen9_vl"}')
     given = ["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"]
     (problem,) = vision_problems(typed_config(compose(given)))
-    assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe only" in problem
+    assert (
+        "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe, qwen3_5, "
+        in problem
+    )
     assert list(vision_problems(typed_config(compose(["engine=sglang", "model=qwen3_vl"])))) == []
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen3_5", "tiny_qwen3_5_moe"])
-def test_a_family_with_states_is_refused_for_sglang_by_name(model: str) -> None:
-    (problem,) = vision_problems(typed_config(compose(["engine=sglang", f"model={model}"])))
-    assert problem.startswith(f"model.family={model.removeprefix('tiny_')} with engine=sglang: ")
-    assert isinstance(problem, NotYet) and "Use engine=embedded." in problem
+@pytest.mark.parametrize(
+    ("text", "urls", "message"),
+    [
+        ({}, True, None),
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, False, None),
+        (
+            {"layer_types": ["linear_attention", "full_attention"] * 2},
+            False,
+            "with engine=sglang: full attention is in the layers [1, 3] of config.json, but SGLang computes it in "
+            "every 4th layer",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2}, False, None),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, False, None),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, True, None),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5}, True, None),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            True,
+            "partial_rotary_factor=0.5 in rope_parameters of config.json is ignored by servers that the run did not",
+        ),
+    ],
+)
+def test_a_hybrid_that_sglang_would_compute_as_another_model_is_refused(
+    text: dict[str, Any], urls: bool, message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    given = [*(SGLANG if urls else ["engine=sglang"]), "model=qwen3_5", f"model.path={tmp_path}"]
+    found = list(layer_problems(typed_config(compose(given))))
+    assert ([message in problem for problem in found] == [True]) if message is not None else found == []

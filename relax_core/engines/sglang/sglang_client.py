@@ -145,8 +145,8 @@ class SglangClient(SglangWeightCalls):
     vocabulary would end the server. ``seeds`` is True if the server runs with --enable-deterministic-inference;
     otherwise the server ignores seeds. ``attached`` is True for an external server, which lacks Relax's weight loader.
     ``stops`` finds stop strings with the model's tokenizer. ``media_folder`` contains the items of prompts; to an
-    external server, which cannot read this folder, the client sends the images. For ``weights_folder`` see
-    `SglangWeightCalls`.
+    external server, which cannot read this folder, the client sends the images. For ``weights_folder`` and
+    ``has_states`` see `SglangWeightCalls`.
     """
 
     def __init__(
@@ -163,6 +163,7 @@ class SglangClient(SglangWeightCalls):
         stops: StopTable | None = None,
         media_folder: Path | None = None,
         weights_folder: Path | None = None,
+        has_states: bool = False,
     ) -> None:
         super().__init__(
             url,
@@ -174,6 +175,7 @@ class SglangClient(SglangWeightCalls):
         )
         self.group_ranks = ranks
         self.weights_folder = weights_folder
+        self.has_states = has_states
         self._lock = SenderLock(url, timeout_s=2 * control_timeout_s)
         self.has_loader = not attached
         self._vocabulary = vocab_size
@@ -428,13 +430,6 @@ class SglangClient(SglangWeightCalls):
         self.resume()
         self.flush_cache()
 
-    def flush_cache(self) -> None:
-        """Drops the engine's cache of finished prompts. The engine refuses while samples run."""
-        wait_s = self._control_timeout_s / 2  # SGLang flushes only when idle, and waits this time for running requests
-        status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
-        if status != 200:  # SGLang's reply is not JSON
-            raise self._refusal("/flush_cache", status, data)
-
     def score(
         self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
@@ -591,7 +586,7 @@ class AttachedImages:
     def entries(self, input_ids: list[int], media: Sequence[Media], *, version: int) -> MediaEntries:
         """Returns the ids with one placeholder per image, and the images as base64 of PNGs.
 
-        Raises ValueError for a video, because SGLang would sample, resize and time the frames again.
+        Raises ValueError for a video, because SGLang would resize its frames and tokenize its times again.
         """
         if not media:
             return input_ids, []

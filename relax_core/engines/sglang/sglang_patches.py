@@ -11,11 +11,11 @@ from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from relax_core.contracts.engine import KV_CACHE
-from relax_core.engines.sglang.media.placed_items import VISION_FOLDER
+from relax_core.engines.sglang.media.placed_items import FRACTION_UNITS, VISION_FOLDER, WHOLE_BITS
 from relax_core.families.architecture import Architecture
 
 
@@ -67,6 +67,8 @@ def install_on_cpu() -> None:
     after_import("sglang.srt.mem_cache.pool_host.common", _pin_no_memory)
     after_import("sglang.srt.arg_groups.choices", _allow_seeds)
     after_import("sglang.srt.batch_invariant_ops", _keep_torch_kernels)
+    after_import("sglang.kernels.ops.attention.fla.layernorm_gated", _norm_on_cpu)
+    after_import("sglang.srt.models.qwen2_moe", _add_shared_expert_on_cpu)
 
 
 def _define_missing_schemas(module: ModuleType) -> None:
@@ -104,11 +106,26 @@ def _keep_torch_kernels(module: ModuleType) -> None:
     module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
 
 
+def _norm_on_cpu(module: ModuleType) -> None:
+    """Makes the norm of a gated delta net call the CPU kernel. On a CPU without AMX, SGLang calls a Triton kernel."""
+    module._use_cpu = True  # type: ignore[attr-defined]
+
+
+def _add_shared_expert_on_cpu(module: ModuleType) -> None:
+    """Replaces the Triton kernel that adds the output of Qwen3.5-MoE's shared expert, times its gate."""
+
+    def added(hidden: Any, gate_weight: Any, shared_output: Any, output: Any) -> None:
+        output.add_((hidden @ gate_weight).sigmoid()[:, None] * shared_output)
+
+    module.fused_gate_sigmoid_mul_add = added  # type: ignore[attr-defined]
+
+
 def install_media() -> None:
     """Installs the patches for media items. Call it before sglang is imported."""
     after_import("sglang.srt.models.qwen3_vl", _take_frames)
     after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
     after_import("sglang.srt.models.qwen3_omni_moe", _pass_whole_chunks)
+    after_import("sglang.srt.layers.rotary_embedding.mrope", _rotate_by_fractions)
 
 
 def forget_features() -> None:
@@ -165,6 +182,37 @@ def _pass_whole_chunks(module: ModuleType) -> None:
     module.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_feature = of_sounds
 
 
+def _rotate_by_fractions(module: ModuleType) -> None:
+    """Makes Qwen3-Omni's rotary embedding read packed positions (`packed_positions`). Its videos have fractions.
+
+    SGLang reads cosines and sines from a table with a row for each whole position; this computes them.
+    """
+    if VISION_FOLDER not in os.environ or _model().audio is None:
+        return
+    import torch
+
+    class Rotations:
+        def __init__(self, frequencies: Any) -> None:
+            self._frequencies = frequencies
+
+        def __getitem__(self, packed: Any) -> Any:
+            parts = (packed >> WHOLE_BITS).double() / FRACTION_UNITS
+            positions = ((packed & (2**WHOLE_BITS - 1)).double() + parts).float()
+            angles = positions[..., None] * self._frequencies.to(packed.device)
+            return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    table_lookup = module.MRotaryEmbedding.forward_native
+    names = ("mrope_section", "mrope_interleaved", "head_size", "rotary_dim", "is_neox_style")
+
+    def rotate(rotary: Any, positions: Any, query: Any, key: Any, fused_set_kv_buffer_arg: Any = None) -> Any:
+        values = {name: getattr(rotary, name) for name in names}
+        computed = SimpleNamespace(cos_sin_cache=Rotations(rotary._compute_inv_freq(rotary.base)), **values)
+        return table_lookup(computed, positions, query, key, fused_set_kv_buffer_arg)
+
+    for name in ("forward_native", "forward_cpu", "forward_cuda"):
+        setattr(module.MRotaryEmbedding, name, rotate)
+
+
 def _with_patches(item: Any, device: Any) -> Any:
     """Returns a copy of the item with patches in place of uint8 frames.
 
@@ -194,6 +242,7 @@ def install() -> None:
     """Installs the patches that every server needs. Call it before sglang is imported."""
     after_import("sglang.srt.utils.weight_versions", _record_old_prefixes)
     after_import("sglang.srt.managers.scheduler", _stay_paused_without_cache)
+    after_import("sglang.srt.configs.qwen3_5", _read_rotary_part)
     install_media()
 
 
@@ -231,3 +280,17 @@ def _stay_paused_without_cache(module: ModuleType) -> None:
             resume(scheduler, request)
 
     module.Scheduler.continue_generation = unless_released
+
+
+def _read_rotary_part(module: ModuleType) -> None:
+    """Reads the rotary part of Qwen3.5's heads from rope_parameters, where transformers writes it.
+
+    SGLang ignores this value and rotates a quarter of each head.
+    """
+    make = module.Qwen3_5TextConfig.__init__
+
+    def with_part(config: Any, **values: Any) -> None:
+        part = (values.get("rope_parameters") or {}).get("partial_rotary_factor")
+        make(config, **({} if part is None else {"partial_rotary_factor": part}) | values)
+
+    module.Qwen3_5TextConfig.__init__ = with_part

@@ -22,7 +22,7 @@ from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FO
 from relax_core.engines.sglang.sglang_process import version_problem
 from relax_core.engines.sglang.sglang_weight_calls import LOADER
 from relax_core.families.folder import audio_tower, vision_tower
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
 
 if TYPE_CHECKING:
     from relax_core.engines.sglang.sglang_client import SglangClient
@@ -106,6 +106,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.host.startswith("127.") else {}),
+        "SGLANG_MAMBA_CONV_DTYPE": launch.dtype,  # inputs of Qwen3.5's convolutions; SGLang's default is bfloat16
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(launch.shared_gpus)} if launch.shared_gpus else {}),
         **_media_environment(launch),
@@ -148,13 +149,15 @@ def flag_arguments(flags: Mapping[str, object]) -> list[str]:
 PYTHON_S = 60.0  # Maximum seconds until an interpreter has reported its SGLang version.
 
 
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # model families with a media processor of Relax
+# Model families with a media processor of Relax.
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def file_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a problem text for each unusable file, and for a model that SGLang cannot serve."""
     yield from sglang_file_problems(config)
     yield from vision_problems(config)
+    yield from layer_problems(config)
 
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
@@ -163,15 +166,41 @@ def vision_problems(config: RelaxConfig) -> Iterator[str]:
     An unknown family is ignored here, because the checks of the model report it.
     """
     family = family_of_run(config)
-    if family is not None and family.delta_net is not None:
-        yield NotYet(
-            f"model.family={family.name} with engine=sglang: SGLang's model of this family needs operators that its "
-            "CPU build lacks, and Relax has no processor for it. Use engine=embedded."
-        )
-    elif family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
+    if family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
         yield (
             f"model.family={family.name} with engine=sglang: of the models that see it serves "
             f"{', '.join(VISION_FAMILIES)} only. Use engine=embedded."
+        )
+
+
+SGLANG_ROTARY_PART = 0.25  # SGLang's value for Qwen3.5 without a key partial_rotary_factor beside rope_parameters
+
+
+def layer_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields a problem text for a folder of a hybrid model that SGLang would compute as another model.
+
+    SGLang 0.5.23 derives the kinds of the layers from full_attention_interval and ignores layer_types. Servers that the
+    run did not start also ignore partial_rotary_factor in rope_parameters (`sglang_patches`).
+    """
+    family, path = family_of_run(config), config.model.path
+    if family is None or family.delta_net is None or path is None:
+        return
+    try:
+        values = language_values(read_hf_config(Path(path)))
+    except (ValueError, OSError):  # the folder's check reports it
+        return
+    every, kinds = values.get("full_attention_interval", 4), values.get("layer_types")
+    full = [layer for layer, kind in enumerate(kinds or ()) if kind == "full_attention"]
+    if kinds is not None and full != list(range(every - 1, len(kinds), every)):
+        yield (
+            f"model.path={path} with engine=sglang: full attention is in the layers {full} of config.json, but SGLang "
+            f"computes it in every {every}th layer (full_attention_interval). Use engine=embedded."
+        )
+    inner = (values.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if config.engine.urls and inner not in (None, values.get("partial_rotary_factor", SGLANG_ROTARY_PART)):
+        yield (
+            f"engine.urls with model.path={path}: partial_rotary_factor={inner} in rope_parameters of config.json is "
+            "ignored by servers that the run did not start. Write the key beside rope_parameters, or drop engine.urls."
         )
 
 
@@ -241,17 +270,18 @@ def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str |
 def _client(server: EngineServer) -> SglangClient:
     from relax_core.engines.protocol.stop_strings import StopTable
     from relax_core.engines.sglang.sglang_client import SglangClient
-    from relax_core.families.hf_config import language_values, read_hf_config
 
+    values = language_values(read_hf_config(server.model_folder))
     return SglangClient(
         server.url,
         server.token,
         ranks=server.engine.tp,
-        vocab_size=language_values(read_hf_config(server.model_folder))["vocab_size"],
+        vocab_size=values["vocab_size"],
         seeds=bool(server.engine.deterministic),
         attached=server.attached,
         media_folder=server.media_folder,
         weights_folder=server.weights_folder,
+        has_states="linear_num_value_heads" in values,  # Qwen3.5's delta nets
         stops=StopTable(server.model_folder),
         request_timeout_s=server.request_timeout_s,
         control_timeout_s=server.control_timeout_s,

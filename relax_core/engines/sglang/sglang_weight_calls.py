@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.contracts.engine import EngineError, EngineUnreachable, PauseMode, TensorSpec, WeightManifest
 from relax_core.contracts.private_folder import file_locked
 from relax_core.engines.protocol.engine_client import EngineClient, group_body, tensors_body
 from relax_core.engines.protocol.generate_messages import ModelInfo
@@ -82,11 +82,14 @@ class SglangWeightCalls(EngineClient):
     """Implements `WeightReceiver` for SGLang.
 
     SGLang loads directly into the served model, so each update pauses the server in place. Running samples then
-    continue with their cache. ``group_ranks`` is the number of the server's ranks; all ranks load. ``weights_folder``
-    is the folder of the run's versions, which contains the senders' lock; it is None if there is no other sender.
+    continue with their cache. A model with recurrent states (`has_states`) prefills them again, as in the embedded
+    engine: states would keep the effect of the old weights. ``group_ranks`` is the number of the server's ranks; all
+    ranks load. ``weights_folder`` is the folder of the run's versions, which contains the senders' lock; it is None if
+    there is no other sender.
     """
 
     has_loader = True
+    has_states = False
     weights_folder: Path | None = None
     _lock: SenderLock
     _memory_released = False
@@ -270,7 +273,7 @@ class SglangWeightCalls(EngineClient):
         An open session of a failed sender is closed first. The model may contain tensors of this session.
         """
         self._received = False
-        self._call("POST", "/pause_generation", {"mode": "in_place"})
+        self._stop_samples()
         try:
             self._call("POST", "/begin_weight_update", {})
         except EngineError as error:
@@ -310,13 +313,40 @@ class SglangWeightCalls(EngineClient):
         self._call("POST", "/end_weight_update", {})
         self._go_on()
 
+    def _stop_samples(self) -> None:
+        self.pause("retract" if self.has_states else "in_place")
+
+    def pause(self, mode: PauseMode) -> dict[str, Any]:
+        """Implements `EngineClient.pause`. Retracted samples are prefilled again, so the cache is emptied.
+
+        SGLang would otherwise find these samples' keys and values in the cache, also after new weights.
+        """
+        answer = super().pause(mode)
+        if mode == "retract":
+            try:
+                self._flush(wait_s=0.0)  # SGLang would also wait for the retracted samples
+            except EngineError:
+                self._go_on()
+                raise
+        return answer
+
+    def flush_cache(self) -> None:
+        """Drops the engine's cache of finished prompts. The engine refuses while samples run."""
+        self._flush(wait_s=self._control_timeout_s / 2)
+
+    def _flush(self, *, wait_s: float) -> None:
+        """Flushes the cache. SGLang flushes only when idle, and waits ``wait_s`` seconds for running requests."""
+        status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
+        if status != 200:  # SGLang's reply is not JSON
+            raise self._refusal("/flush_cache", status, data)
+
     def _go_on(self) -> None:
         if not self._memory_released:
             self._call("POST", "/continue_generation", {})
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        self._call("POST", "/pause_generation", {"mode": "in_place"})
+        self._stop_samples()
         try:
             yield
         except EngineUnreachable:
@@ -373,7 +403,7 @@ def _is_parameter(name: str) -> bool:
     All other tensors, such as tables of rotary positions and scales of quantization, are computed.
     """
     last = name.rpartition(".")[2]
-    return ("weight" in last or "bias" in last) and not last.endswith("_scale")
+    return ("weight" in last or "bias" in last or last == "A_log") and not last.endswith("_scale")
 
 
 def _done(manifest: WeightManifest, stall_ms: float) -> dict[str, Any]:

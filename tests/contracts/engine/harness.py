@@ -159,6 +159,7 @@ def sglang_client(
     kind: type[SglangClient] = SglangClient,
     stops: StopTable | None = None,
     vocab_size: int = VOCAB,
+    has_states: bool = False,
 ) -> SglangClient:
     """Returns a client of a server that this suite started with the model of `make_model`."""
     return kind(
@@ -170,6 +171,7 @@ def sglang_client(
         vocab_size=vocab_size,
         seeds=True,
         stops=stops,
+        has_states=has_states,
     )
 
 
@@ -179,6 +181,7 @@ class Engine:
     kind: str = "embedded"
     stops: StopTable | None = None
     vocab_size: int = VOCAB
+    has_states: bool = False
     client: EngineClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +201,13 @@ class Engine:
 
     def new_client(self, token: str = TOKEN) -> EngineClient:
         if self.kind == "sglang":
-            return sglang_client(self.process.url, token=token, stops=self.stops, vocab_size=self.vocab_size)
+            return sglang_client(
+                self.process.url,
+                token=token,
+                stops=self.stops,
+                vocab_size=self.vocab_size,
+                has_states=self.has_states,
+            )
         return EngineClient(self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0)
 
     def connection(self) -> http.client.HTTPConnection:

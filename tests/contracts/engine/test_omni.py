@@ -55,7 +55,7 @@ class ServedThinker:
             engine=engine,
             log_file=folder / "log",
             media_folder=folder / "media",
-            return_routed_experts=self.kind == "embedded",
+            return_routed_experts=True,
         )
         self.process = started.start(self.launch)
         self.engine = Engine(self.process, self.kind)  # for calls of SGLang's routes
@@ -142,14 +142,6 @@ def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         served.process.stop(timeout_s=10.0)
 
 
-@pytest.fixture
-def embedded(thinker: ServedThinker) -> ServedThinker:
-    """Returns the embedded engine, for tests that SGLang does not support."""
-    if thinker.kind != "embedded":
-        pytest.skip("of the embedded engine alone")
-    return thinker
-
-
 def request(*parts: int | MediaItem) -> PromptRequest:
     random = np.random.default_rng(len(parts))
     ids, media = list[int](), list[Media]()
@@ -208,26 +200,21 @@ def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
     assert before == after, "text and pictures are equal to the bit"
 
 
-def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> None:
-    if thinker.kind != "sglang":
-        pytest.skip("the embedded engine takes it")
-    with pytest.raises(Exception, match="fractions"):
-        thinker.generate([request(2, thinker.items.video(3, 4, 4), 3)])
+def test_videos_have_their_own_positions(thinker: ServedThinker) -> None:
+    """The positions of a video's rows, and of all rows after them, have fractions."""
+    asked = [*videos(thinker.items), *pictures_and_sounds(thinker.items)]
+    assert any(medium.item.fractional for prompt in asked for medium in prompt.media)
+    assert thinker.gap(*asked) <= REACH
 
 
-def test_videos_have_their_own_positions(embedded: ServedThinker) -> None:
-    worst = embedded.gap(*videos(embedded.items), *pictures_and_sounds(embedded.items))
-    assert worst <= REACH
-
-
-def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker) -> None:
-    asked = videos(embedded.items)[:3]
+def test_every_row_that_is_seen_or_heard_has_its_experts(thinker: ServedThinker) -> None:
+    asked = videos(thinker.items)[:3]
     params = msgspec.structs.replace(PARAMS, n=1, return_routed_experts=True)
-    for response in embedded.generate(asked, params):
+    for response in thinker.generate(asked, params):
         media = asked[response.prompt].media
         ids = np.array([*asked[response.prompt].input_ids, *response.output_ids.tolist()])
-        with torch.no_grad(), RouterChoices(embedded.model) as chosen:
-            omni_logits(embedded.model, _tree(ids, media), embedded.reader, embedded.towers)
+        with torch.no_grad(), RouterChoices(thinker.model) as chosen:
+            omni_logits(thinker.model, _tree(ids, media), thinker.reader, thinker.towers)
         expected = np.stack(chosen.layers, 1)[:-1]
         assert response.prompt_experts is not None and response.response_experts is not None
         found = np.concatenate([response.prompt_experts, response.response_experts]).reshape(expected.shape)
@@ -235,17 +222,21 @@ def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_paused_sample_has_the_tokens_of_a_calm_one(embedded: ServedThinker, mode: Any) -> None:
+def test_a_paused_sample_has_the_tokens_of_a_calm_one(thinker: ServedThinker, mode: Any) -> None:
     """A retracted sample encodes its items again. After a video the positions have fractions."""
-    asked = videos(embedded.items)[2]
+    asked = videos(thinker.items)[2]
     tokens: list[int] = []
     logprobs: list[float] = []
-    with embedded.engine.stream(long_body(asked, PARAMS, mode, new=300)) as events:
+    with thinker.engine.stream(long_body(asked, PARAMS, mode, new=300, kind=thinker.kind)) as events:
         read(events, tokens, logprobs, count=8)
-        embedded.engine.client.pause(mode)
-        embedded.engine.client.resume()
+        thinker.engine.client.pause(mode)
+        thinker.engine.client.resume()
         read(events, tokens, logprobs, count=len(tokens) + 24)
     calm: list[int] = []
-    take(embedded.engine.post("/generate", long_body(asked, PARAMS, "calm", new=len(tokens))), calm, [])
+    take(
+        thinker.engine.post("/generate", long_body(asked, PARAMS, f"calm: {mode}", new=len(tokens), kind=thinker.kind)),
+        calm,
+        [],
+    )
     assert tokens == calm
-    assert embedded.difference(asked, tokens, logprobs) <= REACH
+    assert thinker.difference(asked, tokens, logprobs) <= REACH

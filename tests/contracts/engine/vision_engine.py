@@ -14,6 +14,8 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import TokensToScore
+from relax_core.engines.sglang.media.placed_items import placed_name
+from relax_core.engines.sglang.sglang_client import BAN
 from relax_core.families.folder import folder_architecture
 from relax_core.tools.tiny_media import write_published
 from relax_core.weights.folder_stream import read_safetensors
@@ -91,6 +93,10 @@ class VisionEngine:
         ]
         return float(torch.cat(gaps).abs().max())
 
+    def body(self, prompt: PromptRequest, rid: str, *, new: int = 1500) -> dict[str, Any]:
+        """Returns the `long_body` of a prompt for this engine."""
+        return long_body(prompt, self.params, rid, new=new, kind=self.engine.kind)
+
     def scores(self, prompts: Sequence[PromptRequest]) -> list[list[float]]:
         """Returns the log-probs of each prompt's tokens after the first token."""
         items = [TokensToScore(input_ids=prompt.input_ids, first=1, media=prompt.media) for prompt in prompts]
@@ -118,7 +124,8 @@ def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterat
         )
     )
     vocab_size = folder_architecture(folder / "model").vocab_size
-    yield VisionEngine(Engine(process, kind, vocab_size=vocab_size), model, seen, name, folder)
+    engine = Engine(process, kind, vocab_size=vocab_size, has_states=name in HYBRIDS)
+    yield VisionEngine(engine, model, seen, name, folder)
     process.stop(timeout_s=5.0)
 
 
@@ -134,16 +141,20 @@ def scene(seeing: VisionEngine) -> list[PromptRequest]:
     )
 
 
-def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: int = 1500) -> dict[str, Any]:
-    """Returns a /generate body for one sample that ends only after ``new`` tokens."""
+def long_body(
+    prompt: PromptRequest, params: SamplingParams, rid: str, *, new: int = 1500, kind: str = "embedded"
+) -> dict[str, Any]:
+    """Returns a /generate body for one sample that ends only after ``new`` tokens, for a kind of engine."""
     sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": params.temperature, "sampling_seed": 1}
-    return {
-        "rid": rid,
-        "input_ids": prompt.input_ids,
+    body = {"rid": rid, "input_ids": prompt.input_ids, "return_logprob": True}
+    if kind == "sglang":
+        bans = {str(token): BAN for token in params.banned_token_ids}
+        names = {"image_data": [placed_name(medium) for medium in prompt.media]} if prompt.media else {}
+        return body | names | {"sampling_params": sampling | {"logit_bias": bans, "stream_interval": 1}}
+    return body | {
         "media": [[(medium.item.digest, medium.start) for medium in prompt.media]],
         "sampling_params": sampling,
         "banned_token_ids": params.banned_token_ids,
-        "return_logprob": True,
     }
 
 

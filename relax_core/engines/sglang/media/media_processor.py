@@ -1,4 +1,4 @@
-"""Passes encoded media items to SGLang's model. Replaces SGLang's processors of Qwen3-VL and Qwen3-Omni.
+"""Passes encoded media items to SGLang's model, and replaces SGLang's processors of Qwen3-VL, Qwen3.5 and Qwen3-Omni.
 
 SGLang's processors decode, resize and expand media, but Relax's items are already encoded. This processor maps the
 item's file, and returns the unchanged ids of the prompt, the uint8 frames of each step of an item, and rotary
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 from sglang.srt.models.qwen3_omni_moe import Qwen3OmniMoeForConditionalGeneration
 from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
@@ -26,7 +27,14 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.rotary import rotary_of_sequence
-from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER, find_items, step_spans
+from relax_core.engines.sglang.media.placed_items import (
+    MEDIA_FOLDER,
+    VISION_FOLDER,
+    find_items,
+    packed_positions,
+    sound_spans,
+    step_spans,
+)
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 
@@ -37,6 +45,8 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
     models = (
         Qwen3VLForConditionalGeneration,
         Qwen3VLMoeForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
         Qwen3OmniMoeForConditionalGeneration,
     )
 
@@ -57,49 +67,47 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
             raise ValueError("images, videos and sounds come with input_ids, in image_data as digest:row.")
         found = find_items(image_data or [], input_text, towers=self._towers, reader=self._reader)
         positions, following = rotary_of_sequence(len(input_text), [media for media, _ in found])
-        if not np.array_equal(positions, np.trunc(positions)):
-            raise ValueError(
-                "a video of the prompt has rotary positions with fractions, and SGLang keeps whole positions. Use "
-                "engine=embedded."
-            )
-        positions = positions.astype(np.int64)
         return MultimodalProcessorOutput(
             input_ids=input_text,
-            mm_items=[step for media, tensors in found for step in _steps(media, tensors, self._towers)],
+            mm_items=[part for media, tensors in found for part in _parts(media, tensors, self._towers)],
             im_start_id=self._tower.vision_start_token_id,
             im_end_id=self._tower.vision_end_token_id,
             im_token_id=self._tower.image_token_id,
             video_token_id=self._tower.video_token_id,
             audio_token_id=None if self._towers.audio is None else self._towers.audio.audio_token_id,
-            mrope_positions=torch.from_numpy(positions),
-            mrope_position_delta=torch.tensor([[int(following) - len(input_text)]]),
+            mrope_positions=torch.from_numpy(packed_positions(positions)),
+            mrope_position_delta=torch.from_numpy(packed_positions(np.array([[following - len(input_text)]]))),
         )
 
 
-def _steps(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
-    """Yields one SGLang item for a sound, and one item per step of a grid: a tower attends only within a step."""
-    kind, grid = media.item.kind, torch.tensor([[1, *media.item.grid[1:]]])
+def _parts(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
+    """Yields one SGLang item per step of a grid, because a tower attends only within a step, and one for a sound."""
     for step, span in enumerate(step_spans(media, towers)):
-        if kind == "audio":
-            features = _mapped(tensors["features"])[None]
-            mask = torch.ones((1, features.shape[2]), dtype=torch.int64)
-            item = MultimodalDataItem(
-                modality=Modality.AUDIO,
-                feature=features,
-                offsets=[span],
-                model_specific_data={"feature_attention_mask": mask},
-            )
-        else:
-            assert towers.vision is not None, "an image or a video needs a model with a vision tower"
-            size = towers.vision.temporal_patch_size
-            item = MultimodalDataItem(
-                modality=Modality.IMAGE if kind == "image" else Modality.VIDEO,
-                feature=_mapped(tensors["frames"][step * size : (step + 1) * size]),
-                offsets=[span],
-                model_specific_data={"image_grid_thw" if kind == "image" else "video_grid_thw": grid},
-            )
-        item.set_identity(hashlib.blake2b(f"{media.item.digest}:{step}".encode(), digest_size=32).digest())
-        yield item
+        assert towers.vision is not None, "an image or a video needs a model with a vision tower"
+        image, size = media.item.kind == "image", towers.vision.temporal_patch_size
+        grid = torch.tensor([[1, *media.item.grid[1:]]])
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE if image else Modality.VIDEO,
+            feature=_mapped(tensors["frames"][step * size : (step + 1) * size]),
+            offsets=[span],
+            model_specific_data={"image_grid_thw" if image else "video_grid_thw": grid},
+        )
+        yield _named(item, f"{media.item.digest}:{step}")
+    if spans := sound_spans(media, towers):
+        features = _mapped(tensors["features"])[None]
+        mask = torch.ones((1, features.shape[2]), dtype=torch.int64)
+        item = MultimodalDataItem(
+            modality=Modality.AUDIO,
+            feature=features,
+            offsets=spans,
+            model_specific_data={"feature_attention_mask": mask},
+        )
+        yield _named(item, f"{media.item.digest}:sound")
+
+
+def _named(item: MultimodalDataItem, name: str) -> MultimodalDataItem:
+    item.set_identity(hashlib.blake2b(name.encode(), digest_size=32).digest())
+    return item
 
 
 def _mapped(values: np.ndarray) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -59,11 +59,37 @@ def _parts(name: object) -> tuple[str, int]:
     return digest, int(start)
 
 
-def step_spans(media: Media, towers: Towers) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last row of each step of an item's grid, as positions in the prompt.
+Span = tuple[int, int]  # first and last row, as positions in the prompt
 
-    An image or a sound is one step. The rows of a step are contiguous.
+
+def step_spans(media: Media, towers: Towers) -> list[Span]:
+    """Returns the rows of each step of an item's grid; an image is one step. The rows of a step are contiguous."""
+    ids = media.item.ids
+    rows = media.start + np.flatnonzero(towers.feature_rows(ids) & ~towers.audio_rows(ids))
+    return [_span(step) for step in np.split(rows, media.item.grid[0])] if rows.size else []
+
+
+def sound_spans(media: Media, towers: Towers) -> list[Span]:
+    """Returns the contiguous rows of an item's sound. The steps of a video are between the rows of its sound."""
+    rows = media.start + np.flatnonzero(towers.audio_rows(media.item.ids))
+    return [_span(run) for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)] if rows.size else []
+
+
+def _span(rows: np.ndarray) -> Span:
+    return int(rows[0]), int(rows[-1])
+
+
+FRACTION_UNITS = 2**20  # a fraction of a rotary position is a number of these parts; float32 has fewer at 8 and above
+WHOLE_BITS = 32  # of a packed position; the parts are in the bits above
+
+
+def packed_positions(positions: np.ndarray) -> np.ndarray:
+    """Packs rotary positions, float64 or int64, into int64: the lower half has the whole part, the upper the fraction.
+
+    SGLang stores positions as int64, adds whole numbers to them, and knows no fractions. Such sums keep the fraction.
+    A position without a fraction is unchanged.
     """
-    rows = media.start + np.flatnonzero(towers.feature_rows(media.item.ids))
-    for step in np.split(rows, max(1, media.item.grid[0])):
-        yield int(step[0]), int(step[-1])
+    parts = np.rint(np.asarray(positions, dtype=np.float64) * FRACTION_UNITS).astype(np.int64)
+    whole = parts // FRACTION_UNITS
+    packed: np.ndarray = ((parts - whole * FRACTION_UNITS) << WHOLE_BITS) + whole
+    return packed

@@ -1,7 +1,8 @@
-"""Implements two kernels of sgl_kernel's CPU build in torch: the kernels that a dense or MoE Qwen3 needs.
+"""Implements kernels of sgl_kernel's CPU build in torch: the kernels that Qwen3 and Qwen3.5 need, dense and MoE.
 
 The original package has no wheel for CPUs without AMX. All other kernels raise NotImplementedError with the kernel's
-name, to avoid silent errors. All code is in ``__init__.py``, because SGLang imports the package by this name.
+name, to avoid silent errors. SGLang imports this package, and its module ``mamba.py``, by these names. It calls
+operators of ``torch.ops.sgl_kernel`` too; their names and arguments are those of SGLang's calls.
 """
 
 from __future__ import annotations
@@ -10,21 +11,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from relax_core.engines.sglang.cpu.delta_net_kernels import (
+    fused_gdn_gating_cpu,
+    fused_sigmoid_gating_delta_rule_update_cpu,
+)
+from relax_core.families.delta_rule import gated_norm
 
 __version__ = "0.4.10"  # the version of sgl_kernel that this SGLang requires
 _UINT32 = 0xFFFFFFFF
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-# SGLang's processor of Qwen3-VL imports the model of Qwen3.5, which looks up these operators. A call raises
-# NotImplementedError with the operator's name.
-for _name in (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-):
-    _library.define(f"{_name}(Tensor first, Tensor second) -> Tensor")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_library.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
+_library.define("fused_rmsnorm_gated_cpu(Tensor x, Tensor weight, Tensor z, float eps) -> Tensor")
+_library.define(
+    "fused_qk_gemma_rmsnorm_cpu(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps,"
+    " int head_dim, int num_head) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk,"
+    " int num_heads_v, int head_qk, int head_v) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)")
+_library.define(
+    "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a,"
+    " Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens,"
+    " bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor"
+)
 
 
 def assign_req_to_token_pool_cpu(
@@ -72,7 +91,60 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     return hashed.to(torch.uint32)
 
 
-_library.impl("murmur_hash32_cpu", murmur_hash32, "CompositeExplicitAutograd")
+def fused_sigmoid_mul(x: Tensor, gate: Tensor) -> None:
+    """Multiplies ``x`` in place by the sigmoid of ``gate``."""
+    x.mul_(gate.reshape(x.shape).sigmoid())
+
+
+def fused_qk_gemma_rmsnorm(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the normed heads of queries and keys, ``[tokens * heads, head_dim]``. A norm multiplies by 1 + weight."""
+    return _head_norm(q, q_weight, eps, head_dim), _head_norm(k, k_weight, eps, head_dim)
+
+
+def fused_qk_gemma_rmsnorm_with_gate(
+    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, num_head: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns also the gates. Each head of ``q_gate`` has a query and a gate; see `fused_qk_gemma_rmsnorm`."""
+    q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
+    return (
+        _head_norm(q, q_weight, eps, head_dim),
+        _head_norm(k, k_weight, eps, head_dim),
+        gate.reshape(-1, head_dim).contiguous(),
+    )
+
+
+def _head_norm(rows: Tensor, weight: Tensor, eps: float, head_dim: int) -> Tensor:
+    heads = rows.reshape(-1, head_dim)
+    return F.rms_norm(heads.float(), (head_dim,), 1.0 + weight.float(), eps).to(rows.dtype)
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits the projections of a delta net: inputs of the convolution, output gates z, and the inputs b and a."""
+    gates = num_heads_v * head_v
+    mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + gates, gates], dim=-1)
+    b, a = mixed_ba.split([num_heads_v, num_heads_v], dim=-1)
+    return mixed_qkv.contiguous(), z.reshape(-1, num_heads_v, head_v).contiguous(), b.contiguous(), a.contiguous()
+
+
+def fused_rmsnorm_gated(x: Tensor, weight: Tensor, z: Tensor, eps: float) -> Tensor:
+    return gated_norm(x, z, weight, eps=eps)
+
+
+for _name, _kernel in (
+    ("murmur_hash32_cpu", murmur_hash32),
+    ("fused_sigmoid_mul_cpu", fused_sigmoid_mul),
+    ("fused_rmsnorm_gated_cpu", fused_rmsnorm_gated),
+    ("fused_qk_gemma_rmsnorm_cpu", fused_qk_gemma_rmsnorm),
+    ("fused_qk_gemma_rmsnorm_with_gate_cpu", fused_qk_gemma_rmsnorm_with_gate),
+    ("fused_qkvzba_split_reshape_cat_contiguous_cpu", fused_qkvzba_split_reshape_cat_contiguous),
+    ("fused_gdn_gating_cpu", fused_gdn_gating_cpu),
+    ("fused_sigmoid_gating_delta_rule_update_cpu", fused_sigmoid_gating_delta_rule_update_cpu),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
