@@ -61,8 +61,8 @@ def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
         ({"kl_coef": 0.1, "kl_placement": "loss_times_kl"}, "algo.kl_placement=loss_times_kl: there is no such choice"),
         ({"rejection": {"seq_mean_k3": [0.0]}}, "algo.rejection.seq_mean_k3=.0.0.: expected two numbers"),
         ({"correction": "tis_normalized"}, "algo.correction=tis_normalized with algo.old_logprobs=rollout"),
-        ({"old_logprobs": "current", "mini_batches": 2, "epochs": 1}, "algo.mini_batches=2, algo.epochs=1: every"),
-        ({"old_logprobs": "current", "mini_batches": 1, "epochs": 3}, "algo.mini_batches=1, algo.epochs=3: every"),
+        ({"old_logprobs": "current", "mini_batches": 2, "epochs": 1}, "algo.mini_batches=2, algo.epochs=1: each"),
+        ({"old_logprobs": "current", "mini_batches": 1, "epochs": 3}, "algo.mini_batches=1, algo.epochs=3: each"),
         ({"entropy_coef": -0.1}, "algo.entropy_coef=-0.1: must not be negative"),
     ],
 )

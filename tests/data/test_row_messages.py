@@ -155,8 +155,8 @@ def test_messages_are_read(prompt: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (str(ASKED), "no JSON"),
-        ('[{"role": "user", "content": "hi"', "no JSON"),
+        (str(ASKED), "not JSON"),
+        ('[{"role": "user", "content": "hi"', "not JSON"),
         ('[{"role": "user"}]', "neither text nor a list of messages"),
         ([{"from": "alien", "value": "q"}], "'alien'"),
     ],

@@ -59,9 +59,9 @@ def test_json_is_for_programs() -> None:
         (["engine.max_running_samples=1000000000"], 1, ("too little memory", "engine.max_running_samples")),
         (["experiment=qwen3_4b_async_8gpu", "parallel.tp=3"], 1, ("parallel.tp=3", "Use parallel.tp=1, 2 or 4")),
         (
-            ["experiment=qwen3_4b_async_8gpu", "placement.gpu_memory_gib=40"],
+            ["experiment=qwen3_4b_async_8gpu", "placement.gpu_memory_gib=30"],
             1,
-            ("placement.gpu_memory_gib=40", "Set parallel.recompute=full."),
+            ("placement.gpu_memory_gib=30", "Set parallel.recompute=full."),
         ),
         (
             ["optimizer.states=host"],

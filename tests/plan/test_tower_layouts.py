@@ -108,7 +108,7 @@ def test_the_fuller_stage_counts() -> None:
 
 
 def test_engines_that_deal_images_hold_the_whole_tower() -> None:
-    words = [*LARGE, "engine.tp=2", "engine.count=1"]
+    words = [*LARGE, "engine.tp=2", "engine.count=2"]
     config = typed_config(compose(words))
     plans = [make_plan(config), make_plan(replace(config, parallel=replace(config.parallel, shard_media=True)))]
     engines = [next(holder for holder in plan.memory if holder.name == "rollout").peak.terms for plan in plans]

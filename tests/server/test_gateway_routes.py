@@ -167,7 +167,7 @@ def test_engines_go_by_number_or_by_name(gateway: Gateway) -> None:
     assert gateway.order("scale_in", num_replicas=1, dry_run=True)[1]["engine_ids"] == ["engine-1"]
     assert gateway.order("scale_in", num_replicas=2)[1]["status"] == "NOOP"
     status, problem = gateway.order("scale_in", engine_ids=["engine-0"])
-    assert (status, problem["value"]) == (409, "engine-0") and "stays" in problem["detail"]
+    assert (status, problem["value"]) == (409, "engine-0") and "cannot be removed" in problem["detail"]
     assert gateway.order("scale_in", engine_ids=["engine-7"])[0] == 404
     status, order = gateway.order("scale_in", engine_ids=["engine-1"], force=True)
     assert status == 202 and order["body"]["engine_ids"] == [1]
