@@ -58,6 +58,17 @@ class HostMemory:
         if not device.meta:
             data.copy_(self._copies[storage._cdata], non_blocking=device.cuda)
 
+    def exchange(self, storage: UntypedStorage) -> None:
+        """Exchanges the bytes on the device and the saved bytes, in parts of `EXCHANGE_BYTES`."""
+        device = training_device()
+        if device.meta:
+            return
+        copy = self._copies[storage._cdata]
+        for here, there in zip(_bytes_of(storage).split(EXCHANGE_BYTES), copy.split(EXCHANGE_BYTES), strict=True):
+            before = here.clone()
+            here.copy_(there, non_blocking=device.cuda)
+            there.copy_(before, non_blocking=device.cuda)
+
     def at(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the device, or its view of the saved bytes if its storage has size 0."""
         storage = tensor.untyped_storage()
@@ -87,7 +98,8 @@ class StateOffload:
         self._models, self._buffers, self._optimizer = models, buffers, optimizer
         self._offloaded: list[_Offloaded] = []
         self._host = HostMemory()
-        self._reference: list[tuple[UntypedStorage, Tensor]] = []  # storages of trained weights, and reference weights
+        self._reference = HostMemory()
+        self._trained: list[UntypedStorage] = []  # the storages that have reference weights on the host
 
     @property
     def on_device(self) -> bool:
@@ -131,15 +143,15 @@ class StateOffload:
 
         The copy needs as many bytes of host memory as the trained weights have on the device.
         """
-        self._reference = []
-        for storage in self._distinct(self._trained_parameters()):
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=training_device().cuda)
-            self._reference.append((storage, host.copy_(_bytes_of(storage))))
+        self._trained = list(self._distinct(self._trained_parameters()))
+        for storage in self._trained:
+            self._reference.save(storage)
+        training_device().synchronize()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Has the reference's weights in the model while the block runs; the trained weights are then on the host."""
-        assert self._reference, "keep_reference comes first"
+        assert self._trained, "keep_reference comes first"
         self._exchange_reference()
         try:
             yield
@@ -147,14 +159,9 @@ class StateOffload:
             self._exchange_reference()
 
     def _exchange_reference(self) -> None:
-        """Exchanges the weights on the device and on the host in parts of `EXCHANGE_BYTES`, bit by bit."""
-        device = training_device()
-        for storage, host in self._reference:
-            for here, there in zip(_bytes_of(storage).split(EXCHANGE_BYTES), host.split(EXCHANGE_BYTES), strict=True):
-                before = here.clone()
-                here.copy_(there, non_blocking=device.cuda)
-                there.copy_(before, non_blocking=device.cuda)
-        device.synchronize()
+        for storage in self._trained:
+            self._reference.exchange(storage)
+        training_device().synchronize()
 
     def _storages(self) -> Iterator[tuple[str, UntypedStorage]]:
         """Yields each storage of the state once, with its kind; a parameter that an optimizer updates is a weight."""

@@ -129,13 +129,11 @@ def policy_groups(context: RunContext, bus: Bus) -> RankGroups:
 
 def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
     """Returns the reader of groups for the critic."""
-    return _rank_groups(context, bus, CRITIC_COLUMNS)
+    return _rank_groups(context, bus, _without_computed(CRITIC_COLUMNS, context.config))
 
 
 def _rank_groups(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankGroups:
     config = context.config
-    computed = actor_columns(config)
-    columns = [column for column in columns if column not in computed]
     return RankGroups(bus, columns=columns, window=config.mode, timeout_s=config.run.stall_timeout_s)
 
 
@@ -143,7 +141,12 @@ def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the columns that the policy reads from the bus, without the columns that its own ranks compute."""
     requirements = find_algorithm(config.algo.name).requirements(config.algo)
     columns = train_columns(requirements, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
-    return tuple(column for column in columns if column not in actor_columns(config))
+    return _without_computed(columns, config)
+
+
+def _without_computed(columns: Sequence[str], config: RelaxConfig) -> tuple[str, ...]:
+    computed = actor_columns(config)
+    return tuple(column for column in columns if column not in computed)
 
 
 def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
