@@ -268,12 +268,16 @@ def test_groups_wait_for_places_and_never_for_each_other(odd: Path) -> None:
         async with workers_of(odd, workers=2, episodes_per_worker=2, group_size=2) as begin:
             running: list[int] = []
             most = 0
+            two_run = asyncio.Event()
 
             async def play(group: int) -> None:
                 nonlocal most
                 envs = [env for env, _ in await asyncio.gather(begin(group, 0), begin(group, 1))]
                 running.append(group)
                 most = max(most, len(running))
+                if most == 2:
+                    two_run.set()
+                await two_run.wait()  # the first group stays open until another group has opened
                 for env in envs:
                     await say(env, "draw")
                 running.remove(group)
