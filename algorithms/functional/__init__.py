@@ -1,4 +1,4 @@
-"""Contains the shared maths of policy-gradient algorithms, as pure functions on flat float32 token tensors.
+"""Contains the shared maths of algorithms, as pure functions on flat float32 token tensors.
 
 This package is public API for algorithm plug-ins: ``from algorithms import functional as F``. Start reading in
 `losses.py`.
@@ -57,6 +57,7 @@ from algorithms.functional.losses import (
     gspo_policy_loss,
     sapo_policy_loss,
 )
+from algorithms.functional.preferences import PREFERENCE_LOSSES, preference_loss
 from algorithms.functional.ratios import (
     KL_ESTIMATORS,
     KL_LOSSES,
@@ -82,6 +83,7 @@ __all__ = [
     "LEAVE_ONE_OUT_DEVIATIONS",
     "MAX_KL",
     "MAX_LOG_RATIO",
+    "PREFERENCE_LOSSES",
     "REJECTION_RULES",
     "TOP_K_DIVERGENCES",
     "TRUST_REGIONS",
@@ -112,6 +114,7 @@ __all__ = [
     "outside_trust_region",
     "overlong_penalty",
     "pass_at_k_advantages",
+    "preference_loss",
     "rejection_mask",
     "reward_to_go",
     "sample_means",

@@ -24,6 +24,7 @@ from algorithms.policy_gradient.checks import (
     deviation_problems,
     group_problems,
     not_positive_problems,
+    offline_problems,
     refuse,
     token_clip_problems,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "normalize_group",
     "normalize_weights",
     "not_positive_problems",
+    "offline_problems",
     "old_logprobs",
     "outputs",
     "penalized_rewards",

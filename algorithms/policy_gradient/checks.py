@@ -12,6 +12,7 @@ from algorithms.policy_gradient.config import (
     TokenClipConfig,
 )
 from algorithms.policy_gradient.correction_checks import choice_problems, correction_problems
+from relax_core.contracts.algorithm import AlgorithmConfig
 
 KL_PLACEMENTS = (*F.KL_LOSSES, "reward")
 OLD_LOGPROBS = ("rollout", "actor_fwd", "current")
@@ -101,7 +102,20 @@ def _update_problems(config: PolicyGradientConfig) -> list[str]:
     ]
 
 
-def not_positive_problems(config: PolicyGradientConfig, **usual: float) -> list[str]:
+def offline_problems(config: AlgorithmConfig, *, group_size: int) -> list[str]:
+    """Returns the problems of settings that an algorithm on data rows cannot have."""
+    problems = []
+    if config.group_size != group_size:
+        samples = "1 sample" if group_size == 1 else f"{group_size} samples"
+        problems.append(
+            f"algo.group_size={config.group_size} with algo={config.name}: a data row has {samples}. Use {group_size}."
+        )
+    if config.routing_replay:
+        problems.append(f"algo.routing_replay=true with algo={config.name}: no engine chooses experts. Use false.")
+    return problems
+
+
+def not_positive_problems(config: AlgorithmConfig, **usual: float) -> list[str]:
     """Returns the problems of settings that must be above 0. ``usual`` maps their names to usual values."""
     return [
         f"algo.{key}={getattr(config, key)}: must be above 0. Use {value:g}."

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 OldLogprobs = Literal["rollout", "actor_fwd"]
 ServedBy = Literal["forward", "engine"]
+Offline = Literal["demonstrations", "pairs"]  # kinds of data rows that are trained without an engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,9 @@ class Requirements:
     advantages need the turns of the group's episodes. ``state_keys``: the advantages also compare turns that begin in
     equal states, so the run needs an env with ``state_keys`` in its SPEC. ``every_token``: False promises that a token
     with advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip this
-    token.
+    token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" is a group of one
+    sample. A row of "pairs" is a group of two samples: sample 0 is preferred to sample 1. ``whole_groups``: the loss
+    compares the samples of a group, so a micro-batch of a rank has all samples of a group or none.
     """
 
     old_logprobs: OldLogprobs
@@ -59,6 +62,8 @@ class Requirements:
     turns: bool = False
     state_keys: bool = False
     every_token: bool = True
+    offline: Offline | None = None
+    whole_groups: bool = False
 
     @property
     def needs_turns(self) -> bool:
@@ -114,6 +119,9 @@ class LossInputs:
     All log-probs and the entropy of a token are computed over the same candidate tokens: the tokens that top_k, top_p
     and min_p kept when the token was sampled, without the banned tokens. If fewer than ``top_k`` candidates were kept,
     the remaining entries of the two ``top`` tensors are `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
+
+    ``group_ids`` maps each sample to its group in the micro-batch. The samples of a group are adjacent and in order. An
+    ``offline`` algorithm has no old log-probs, rollout log-probs and advantages; these tensors are 0, 0 and 1.
     """
 
     logprobs: Tensor  # [tokens], of the current weights
@@ -129,6 +137,7 @@ class LossInputs:
     teacher_top_logprobs: Tensor | None = None  # [tokens, top_k]
     top_logprobs: Tensor | None = None  # [tokens, top_k], of the current weights for the teacher's top-k tokens
     trained: Tensor | None = None  # [trained tokens] int64, where loss_mask is True
+    group_ids: Tensor | None = None  # [samples] int64
 
     def of_trained(self, columns: Tensor) -> Tensor:
         """Returns the trained tokens' entries of ``columns`` ``[…, tokens]``."""

@@ -247,6 +247,7 @@ class MegatronBackend(MegatronRank):
             teacher_top_logprobs=top,
             top_logprobs=gathered,
             trained=self._column([np.flatnonzero(joined(loss_mask))]),
+            group_ids=self._column([np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])]),
         )
 
 
