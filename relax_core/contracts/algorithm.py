@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OldLogprobs = Literal["rollout", "actor_fwd"]
 ServedBy = Literal["forward", "engine"]
-Offline = Literal["demonstrations", "pairs"]  # kinds of data rows that are trained without an engine
+Offline = Literal["demonstrations", "pairs", "labels"]  # the kind of data rows that an objective trains on
 
 
 @dataclass(frozen=True, kw_only=True)

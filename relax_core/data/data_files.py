@@ -23,23 +23,27 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from relax_core.config.choices import LastAssistant
-from relax_core.config.modality import TEXT
+from relax_core.config.modality import TEXT, modality_of_row
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.untrusted_files import open_regular, read_regular
 from relax_core.contracts.untrusted_values import decode_json, holds_huge_integer, shown
+from relax_core.data.layouts import OfflineKeys, offline_row
 from relax_core.data.row_formats import (
     FLOAT_TEXT,
     MessagesOfText,
     WrittenNumber,
+    is_conversation,
     label_text,
     messages_of,
     value_at,
+    without_null_keys,
+    without_nulls,
     written_number,
 )
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,
-    is_content,
     prompt_modality,
     row_with_sources,
     without_base64,
@@ -75,7 +79,8 @@ class RowKeys:
 
     If no column has the name of a dotted key, the key reads a nested value (`value_at`). ``row_group_bytes`` is the
     size of the largest allowed row group in a Parquet file with media columns. With ``may_be_empty`` the answer may be
-    an empty text. ``last_assistant`` is the value of data.last_assistant.
+    an empty text. ``last_assistant`` is the value of data.last_assistant. ``offline`` is the kind of rows that are
+    trained without engines (`relax_core/data/layouts.py`); None for prompts.
     """
 
     prompt: str
@@ -84,6 +89,14 @@ class RowKeys:
     last_assistant: LastAssistant | None = None
     row_group_bytes: int = 32_000_000
     may_be_empty: bool = False
+    offline: Offline | None = None
+
+    @property
+    def layout(self) -> OfflineKeys | None:
+        """Returns the keys of rows that are trained without engines, or None."""
+        if self.offline is None:
+            return None
+        return OfflineKeys(kind=self.offline, prompt=self.prompt, answer=self.answer, media=self.media)
 
     @property
     def row_bytes(self) -> int:
@@ -174,6 +187,8 @@ class JsonlRows:
 
     def modality(self, number: int) -> str:
         """Returns the modality of a data row."""
+        if self._keys.offline is not None:
+            return offline_modality(self, number)
         try:
             row = self._row(number)
         except BadRow:
@@ -256,6 +271,8 @@ class RowsInMemory:
 
     def modality(self, number: int) -> str:
         """Returns the modality of a data row."""
+        if self._keys.offline is not None:
+            return offline_modality(self, number)
         row = self._rows[number][1]
         if isinstance(row, tuple):
             return TEXT
@@ -349,6 +366,8 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
 
     Raises `BadRow` with a text that starts with ``where``.
     """
+    if keys.layout is not None:
+        return offline_row(row, keys.layout, where=where)
     for key in (keys.prompt, keys.answer):
         if key not in row:
             if (value := value_at(row, key, missing=_MISSING)) is _MISSING:
@@ -357,8 +376,8 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     found = messages_of(row[keys.prompt])
     if isinstance(found, ValueError):
         raise BadRow.because("prompt", f"{where}: {keys.prompt}={_short(row[keys.prompt])} {found}")
-    prompt, answer = _without_null_keys(found), row[keys.answer]
-    if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
+    prompt, answer = without_null_keys(found), row[keys.answer]
+    if not (isinstance(prompt, str) and prompt) and not is_conversation(prompt):
         raise BadRow.because(
             "prompt",
             f"{where}: {keys.prompt}={_short(prompt)} is neither text nor a list of messages with role and content.",
@@ -383,17 +402,6 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     return made
 
 
-def _is_conversation(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and is_content(message.get("content"))
-            for message in prompt
-        )
-    )
-
-
 def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[Any]:
     """Applies data.last_assistant to a conversation that ends with an assistant message.
 
@@ -414,33 +422,18 @@ def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[An
     return prompt
 
 
-def _without_null_keys(prompt: Any) -> Any:
-    """Returns a conversation without null-valued keys in messages, parts and tool calls.
-
-    A message with tool calls gets empty content if its content was null. The arguments of tool calls are unchanged.
-    """
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        return prompt
-    made = [_without_nulls(message, but="arguments") for message in prompt]
-    return [
-        {**message, "content": message.get("content", "")} if message.get("tool_calls") else message for message in made
-    ]
+def offline_modality(rows: RowFile, number: int) -> str:
+    """Returns the modality of a data row that is trained without engines; "text" for a malformed row."""
+    try:
+        return modality_of_row(rows[number])
+    except BadRow as bad:
+        return modality_of_row(bad)
 
 
-def _without_nulls(value: Any, *, but: str = "") -> Any:
-    """Returns a value without null-valued keys at any depth, except below the key ``but``."""
-    if isinstance(value, dict):
-        return {
-            key: inner if key == but else _without_nulls(inner, but=but)
-            for key, inner in value.items()
-            if inner is not None
-        }
-    return [_without_nulls(element, but=but) for element in value] if isinstance(value, list) else value
-
-
-def without_filled_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """Removes nulls from the prompt of an Arrow row; Arrow adds them to give all messages the same keys."""
-    return {**row, key: _without_nulls(row[key])} if isinstance(row.get(key), list) else row
+def without_filled_nulls(row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
+    """Removes nulls from the messages of an Arrow row; Arrow adds them to give all messages the same keys."""
+    names = [keys.prompt] if keys.offline is None else list(row)
+    return row | {name: without_nulls(row[name]) for name in names if isinstance(row.get(name), list | dict)}
 
 
 def too_large(where: str, most: int) -> BadRow:

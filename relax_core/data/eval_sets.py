@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, EvalSet, PromptSource
 from relax_core.data.data_files import RowFile
 from relax_core.data.sources import make_source, read_eval_set, rows_of, unsplit_rows
@@ -54,14 +55,14 @@ def asks_held_out(config: RelaxConfig) -> bool:
     return not config.eval.sets or None in config.eval.sets.values()
 
 
-def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]:
+def eval_sets(config: RelaxConfig, source: PromptSource | None, *, offline: Offline | None = None) -> list[EvalSet]:
     """Returns the sets in the order of ``eval.sets``, each with at most ``eval.rows`` data rows.
 
     Without names in ``eval.sets``, the held-out rows are the only set. ``source`` provides the held-out rows; it may be
-    None if all sets are files. Raises ValueError (key, value, fix) for a file that cannot be used, and as
-    `check_bad_rows` does.
+    None if all sets are files. ``offline`` is the kind of rows that are trained without engines. Raises ValueError
+    (key, value, fix) for a file that cannot be used, and as `check_bad_rows` does.
     """
-    return _all_sets(config, None if source is None else source.held_out())
+    return _all_sets(config, None if source is None else source.held_out(), offline)
 
 
 def eval_sets_alone(config: RelaxConfig) -> list[EvalSet]:
@@ -76,11 +77,11 @@ def eval_sets_alone(config: RelaxConfig) -> list[EvalSet]:
             held_out = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows).held_out()
         else:
             held_out = _first_rows("", rows, config.eval.rows)
-    return _all_sets(config, held_out)
+    return _all_sets(config, held_out, None)
 
 
-def _all_sets(config: RelaxConfig, held_out: EvalSet | None) -> list[EvalSet]:
-    sets = [_read(config, held_out, name, file) for name, file in (config.eval.sets or {"": None}).items()]
+def _all_sets(config: RelaxConfig, held_out: EvalSet | None, offline: Offline | None) -> list[EvalSet]:
+    sets = [_read(config, held_out, name, file, offline) for name, file in (config.eval.sets or {"": None}).items()]
     for eval_set in sets:
         check_bad_rows(eval_set.name, len(eval_set.rows), eval_set.bad, most=config.data.max_bad_rows)
     return sets
@@ -100,11 +101,13 @@ def check_bad_rows(name: str, usable: int, bad: Sequence[BadRow], *, most: float
         )
 
 
-def _read(config: RelaxConfig, held_out: EvalSet | None, name: str, file: str | None) -> EvalSet:
+def _read(
+    config: RelaxConfig, held_out: EvalSet | None, name: str, file: str | None, offline: Offline | None
+) -> EvalSet:
     if file is None:
         assert held_out is not None
         return EvalSet(name=name, rows=held_out.rows, bad=held_out.bad, parts=held_out.parts)
-    return _first_rows(name, rows_of(file, config.data, key=f"eval.sets.{name}"), config.eval.rows)
+    return _first_rows(name, rows_of(file, config.data, key=f"eval.sets.{name}", offline=offline), config.eval.rows)
 
 
 def _first_rows(name: str, rows: RowFile, most: int) -> EvalSet:

@@ -26,9 +26,11 @@ from relax_core.data.data_files import (
     check_columns,
     check_row,
     missing_key,
+    offline_modality,
     too_large,
     without_filled_nulls,
 )
+from relax_core.data.layouts import check_layout
 from relax_core.data.row_formats import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
@@ -62,14 +64,16 @@ class ParquetRows:
             self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
         columns = self._file.schema_arrow.names
         check_columns(path, columns)
-        for key in (keys.prompt, keys.answer):
+        fields = {field.name: field.type for field in self._file.schema_arrow}
+        inner = {
+            name: {kind.field(number).name: None for number in range(kind.num_fields)}
+            for name, kind in fields.items()
+            if pyarrow.types.is_struct(kind)
+        }
+        if keys.layout is not None:
+            check_layout({**dict.fromkeys(columns), **inner}, keys.layout, where=f"data file {path}")
+        for key in (keys.prompt, keys.answer) if keys.layout is None else ():
             if self._column(key) not in columns:
-                fields = {field.name: field.type for field in self._file.schema_arrow}
-                inner = {
-                    name: {kind.field(number).name: None for number in range(kind.num_fields)}
-                    for name, kind in fields.items()
-                    if pyarrow.types.is_struct(kind)
-                }
                 raise ValueError(missing_key(f"data file {path}", key, {**dict.fromkeys(columns), **inner}))
         for kind, key in keys.media.columns.items():
             if self._column(key) not in columns:
@@ -88,7 +92,9 @@ class ParquetRows:
         return f"{self._path}, row {number}"
 
     def modality(self, number: int) -> str:
-        """Returns the modality of a data row. Only the prompt column is read."""
+        """Returns the modality of a data row. Only the prompt column is read, except for rows without engines."""
+        if self._keys.offline is not None:
+            return offline_modality(self, number)
         group = bisect_right(self._starts, number) - 1
         if self._prompts is None or self._prompts[0] != group:
             self._prompts = group, self._read(group, columns=[self._column(self._keys.prompt)])
@@ -104,7 +110,7 @@ class ParquetRows:
             self._loaded = group, self._read(group)
         row = self._row(self._loaded[1], group, number)
         label = value_at(row, self._keys.answer)
-        if isinstance(label, float) and (bits := self._label_bits()) < 64:
+        if self._keys.offline is None and isinstance(label, float) and (bits := self._label_bits()) < 64:
             row[self._keys.answer] = WrittenNumber(label, str(numpy.dtype(f"float{bits}").type(label)))
         return check_row(row, self._keys, where=self.where(number))
 
@@ -146,7 +152,7 @@ class ParquetRows:
             check_depth(row)
         except (ValueError, RecursionError) as error:  # text that is not UTF-8, or a value without a Python type
             raise BadRow.because("malformed", f"{where}: {error}") from error
-        return without_filled_nulls(row, self._keys.prompt)
+        return without_filled_nulls(row, self._keys)
 
 
 def _decoded_bytes(array: Any) -> int:

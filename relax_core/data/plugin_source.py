@@ -13,6 +13,7 @@ from relax_core.config.modality import modality_of_row
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.redaction import packed_text
 from relax_core.config.schema import DataConfig
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
 from relax_core.data.data_files import RowKeys, check_row
 from relax_core.data.row_media import MediaColumns
@@ -22,8 +23,8 @@ DIGESTED_ROWS = 4096  # number of evenly spread rows that are hashed for the dig
 _newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at most one
 
 
-def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
-    """Returns the keys of a row.
+def row_keys(config: DataConfig, *, folder: Path | None = None, offline: Offline | None = None) -> RowKeys:
+    """Returns the keys of a row; ``offline`` is the kind of rows that are trained without engines.
 
     Relative paths begin at ``data.media_root``. If it is not set, they begin at ``folder``, the data file's folder.
     """
@@ -33,6 +34,7 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
         answer=config.answer_key,
         media=MediaColumns(columns=config.media_keys.columns, root=root.absolute(), place=config.media_place),
         last_assistant=config.last_assistant,
+        offline=offline,
     )
 
 
@@ -63,7 +65,7 @@ def is_configured(config: DataConfig) -> bool:
     return True
 
 
-def open_plugin_rows(config: DataConfig) -> PluginRows:
+def open_plugin_rows(config: DataConfig, *, offline: Offline | None = None) -> PluginRows:
     """Returns the rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
     key = msgspec.msgpack.encode((config.name, config.config), enc_hook=packed_text)
     if key not in _newest:
@@ -75,7 +77,7 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
             raise ValueError(f"data.name={config.name}: it does not open: {plugin_error_text(error)}") from error
         _newest.clear()
         _newest[key] = source
-    return PluginRows(_newest[key], config)
+    return PluginRows(_newest[key], config, offline=offline)
 
 
 class PluginRows:
@@ -84,8 +86,8 @@ class PluginRows:
     Rows are checked like a file's rows, and have the keys "prompt" and "answer".
     """
 
-    def __init__(self, source: BaseDataSource, config: DataConfig) -> None:
-        self._source, self._config = source, config
+    def __init__(self, source: BaseDataSource, config: DataConfig, *, offline: Offline | None = None) -> None:
+        self._source, self._config, self._offline = source, config, offline
 
     def __len__(self) -> int:
         return len(self._source)
@@ -137,7 +139,7 @@ class PluginRows:
         return hasher.hexdigest()
 
     def _checked(self, row: DataRow, where: str) -> DataRow:
-        return check_row(row, replace(row_keys(self._config), may_be_empty=True), where=where)
+        return check_row(row, replace(row_keys(self._config, offline=self._offline), may_be_empty=True), where=where)
 
 
 class HeldOutRows:

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from relax_core.contracts.untrusted_values import decode_json
+from relax_core.data.row_media import is_content
 
 _ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
@@ -46,6 +47,42 @@ def messages_of(prompt: Any) -> Any:
         {"role": _ROLES[message["from"]], "content": message["value"], **more}
         for message, more in zip(prompt, rest, strict=True)
     ]
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Returns whether a prompt is a non-empty list of messages with role and content."""
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) and is_content(message.get("content"))
+            for message in prompt
+        )
+    )
+
+
+def without_null_keys(prompt: Any) -> Any:
+    """Returns a conversation without null-valued keys in messages, parts and tool calls.
+
+    A message with tool calls gets empty content if its content was null. The arguments of tool calls are unchanged.
+    """
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    made = [without_nulls(message, but="arguments") for message in prompt]
+    return [
+        {**message, "content": message.get("content", "")} if message.get("tool_calls") else message for message in made
+    ]
+
+
+def without_nulls(value: Any, *, but: str = "") -> Any:
+    """Returns a value without null-valued keys at any depth, except below the key ``but``."""
+    if isinstance(value, dict):
+        return {
+            key: inner if key == but else without_nulls(inner, but=but)
+            for key, inner in value.items()
+            if inner is not None
+        }
+    return [without_nulls(element, but=but) for element in value] if isinstance(value, list) else value
 
 
 _MAX_EXPONENT = 400  # above the exponent of any float; a number below 1e-400 becomes 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_core.config.modality import modality_of_row
 from relax_core.config.schema import DataConfig
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
@@ -20,27 +21,33 @@ from relax_core.data.row_order import MixedSource, Mixture, apportion, row_of
 GENERATED_KEYS = ("prompt", "answer")
 
 
-def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
+def make_source(config: DataConfig, *, seed: int, eval_rows: int, offline: Offline | None = None) -> PromptSource:
     """Returns the source that ``config`` describes.
 
-    ``eval_rows`` is the number of held-out rows that an evaluation scores.
+    ``eval_rows`` is the number of held-out rows that an evaluation scores. ``offline`` is the kind of rows that an
+    objective trains on without engines; None for prompts.
 
     Raises ValueError (key, value, fix) for an unusable task or file, and for a modality of data.mix without rows.
     """
-    source = _unmixed_source(config, seed=seed, eval_rows=eval_rows)
+    source = _unmixed_source(config, seed=seed, eval_rows=eval_rows, offline=offline)
     return source if config.mix is None else MixedSource(source, config.mix, seed=seed, shuffle=config.shuffle)
 
 
-def _unmixed_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
+def _unmixed_source(config: DataConfig, *, seed: int, eval_rows: int, offline: Offline | None) -> PromptSource:
     given = [config.task, config.path, config.paths]
     if names_plugin(config):
-        return _file_source(config, seed=seed, eval_rows=eval_rows)
+        return _file_source(config, seed=seed, eval_rows=eval_rows, offline=offline)
     if sum(setting is not None for setting in given) != 1:
         raise ValueError(
             f"data.task={config.task}, data.path={config.path}, data.paths={config.paths}: set exactly one of them, a "
             "generated task, a file, or several files."
         )
     if config.task is not None:
+        if offline not in (None, "demonstrations"):
+            raise ValueError(
+                f"data.task={config.task}: a generated task has prompts with answers, and no {offline}. Use a file, "
+                "data=file data.path=FILE."
+            )
         return GeneratedSource(
             config.task,
             rows=config.size,
@@ -48,15 +55,15 @@ def _unmixed_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptS
             seed=seed,
             shuffle=config.shuffle,
         )
-    return _file_source(config, seed=seed, eval_rows=eval_rows)
+    return _file_source(config, seed=seed, eval_rows=eval_rows, offline=offline)
 
 
-def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource:
-    parts, files = _opened(config)
+def _file_source(config: DataConfig, *, seed: int, eval_rows: int, offline: Offline | None) -> FileSource:
+    parts, files = _opened(config, offline)
     kept = _held_out_counts(config, files)
     training = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     if config.eval_path is not None:
-        held_out = rows_of(config.eval_path, config, key="data.eval_path")
+        held_out = rows_of(config.eval_path, config, key="data.eval_path", offline=offline)
         where = f"data.eval_path={config.eval_path}"
         chosen: Iterable[tuple[RowFile, int]] = (
             (held_out, number) for number in range(_eval_count(eval_rows, available=len(held_out), where=where))
@@ -82,16 +89,16 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
     )
 
 
-def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
+def _opened(config: DataConfig, offline: Offline | None) -> tuple[list[FilePart], list[RowFile]]:
     """Returns the parts and the rows of each file.
 
     A plug-in is treated as one file. Raises ValueError as `make_source` does.
     """
     if names_plugin(config):
-        return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
+        return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config, offline=offline)]
     parts = data_parts(config)
     key = "data.path" if config.path is not None else "data.paths"
-    return parts, [_rows_of(file, config, key=key) for part in parts for file in part.files]
+    return parts, [_rows_of(file, config, key=key, offline=offline) for part in parts for file in part.files]
 
 
 def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
@@ -105,18 +112,18 @@ def are_rows_named(config: DataConfig) -> bool:
     return config.path is not None or config.paths is not None or names_plugin(config)
 
 
-def rows_of(name: str, config: DataConfig, *, key: str) -> RowFile:
+def rows_of(name: str, config: DataConfig, *, key: str, offline: Offline | None = None) -> RowFile:
     """Returns the data rows of the file, wildcard or folder that ``key`` names, with the columns of ``config``.
 
     Raises ValueError as `data_files` and `open_rows` do.
     """
-    files = [_rows_of(file, config, key=key) for file in data_files(name, key=key)]
+    files = [_rows_of(file, config, key=key, offline=offline) for file in data_files(name, key=key)]
     return files[0] if len(files) == 1 else FirstRows(files, [len(file) for file in files])
 
 
-def _rows_of(file: Path, config: DataConfig, *, key: str) -> RowFile:
+def _rows_of(file: Path, config: DataConfig, *, key: str, offline: Offline | None) -> RowFile:
     try:
-        return open_rows(file, row_keys(config, folder=file.parent))
+        return open_rows(file, row_keys(config, folder=file.parent, offline=offline))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 
@@ -167,18 +174,18 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
     return wanted
 
 
-def file_rows(config: DataConfig) -> tuple[RowFile, int]:
+def file_rows(config: DataConfig, *, offline: Offline | None = None) -> tuple[RowFile, int]:
     """Returns the training rows of the configured files or plug-in, and their number.
 
     Raises ValueError as `make_source` does.
     """
-    _, files = _opened(config)
+    _, files = _opened(config, offline)
     kept = _held_out_counts(config, files)
     rows = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     return rows, len(rows)
 
 
-def unsplit_rows(config: DataConfig) -> RowFile | None:
+def unsplit_rows(config: DataConfig, *, offline: Offline | None = None) -> RowFile | None:
     """Returns all rows of the configured files or plug-in, if they have too few rows to hold out ``data.eval_size``.
 
     Returns None for data with enough rows, for data with separate evaluation rows, and for a generated task. Raises
@@ -186,7 +193,7 @@ def unsplit_rows(config: DataConfig) -> RowFile | None:
     """
     if config.eval_path is not None or config.eval_size <= 0 or not are_rows_named(config):
         return None
-    _, files = _opened(config)
+    _, files = _opened(config, offline)
     if _own_held_out(config, files) is not None or config.eval_size < sum(map(len, files)):
         return None
     return FirstRows(files, [len(file) for file in files])

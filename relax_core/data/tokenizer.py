@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _MAX_TOKENIZER_BYTES = 256 << 20
 _GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # added at the end of a message that the model continues
 LARGE_TEXT = 1 << 16  # in characters; other threads can run while a longer text is tokenised
+_ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _CHARACTERS_A_TOKEN = 16  # minimum of `_longest_token`, because an unknown word may be one token or lose characters
 
 
@@ -259,6 +260,23 @@ class PromptTokenizer:
         ids: list[int] = _encoded(self._plain, text).ids
         return ids
 
+    def encode_document(self, text: str) -> list[int]:
+        """Returns the token ids of a plain text without a template, such as a document for pre-training.
+
+        Names of special tokens are encoded as plain text. The token that the tokenizer adds at the beginning of a text,
+        if any, comes first, and the token that ends a text comes last.
+        """
+        begin = [self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))]
+        added = _encoded(self._tokenizer, "", adds_special=True).ids
+        return [*(token for token in added[:1] if token in begin), *self.encode_plain(text), self._end_of_text()]
+
+    def _end_of_text(self) -> int:
+        """Returns the token that ends a text; in a chat model, eos_token may end only a message."""
+        found = (
+            self._tokenizer.token_to_id(name) for name in (*_ENDS_OF_TEXT, self.special_tokens.get("eos_token", ""))
+        )
+        return next((token for token in found if token is not None), self.stop_token_ids[0])
+
     def plain_spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the start and the end of each token of `encode_plain` in the text, in characters."""
         offsets: list[tuple[int, int]] = _encoded(self._plain, text).offsets
@@ -307,6 +325,11 @@ class PromptTokenizer:
     def _special_parts(self) -> _NameParts:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return _name_parts(token.content for token in added if token.special and token.content)
+
+    def special_spans(self, rendered: str) -> list[tuple[int, int]]:
+        """Returns the start and the end of each special token in a text from `render` with ``hides``."""
+        special = self._special_names
+        return [] if special is None else [found.span() for found in special.finditer(rendered)]
 
     @property
     def vocabulary_size(self) -> int:
@@ -382,12 +405,12 @@ def load_tokenizer(model_folder: Path) -> Tokenizer:
         raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+def _encoded(tokenizer: Tokenizer, text: str, *, adds_special: bool = False) -> Encoding:
     """Returns the tokens of a text. Releases the interpreter's lock while it tokenises a text above `LARGE_TEXT`."""
     text = clean_text(text)
     if len(text) <= LARGE_TEXT:
-        return tokenizer.encode(text, add_special_tokens=False)
-    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return tokenizer.encode(text, add_special_tokens=adds_special)
+    return tokenizer.encode_batch([text], add_special_tokens=adds_special)[0]
 
 
 # Names of special tokens in a user's text are replaced until the rendered text has been split at the special tokens

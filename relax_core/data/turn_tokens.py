@@ -89,6 +89,19 @@ class TurnTokens:
         at = self._first_stop(closing)
         return at is not None, closing[:at] if at is not None else ""
 
+    def stop_before(self, role: str) -> str:
+        """Returns the name of the stop token between an answer and a message with this role, "user" or "tool".
+
+        Families without an end token need it: an answer ends with the mark of the next role (GLM). Raises ValueError if
+        the template writes no stop token there.
+        """
+        behind = self._text_after_answer([{"role": role, "content": _TOOL}])
+        at = self._first_stop(behind)
+        if at is None:
+            raise ValueError("the chat template writes no end token after an answer")
+        stops = map(self._tokenizer.token_text, self._tokenizer.stop_token_ids)
+        return max((stop for stop in stops if behind.startswith(stop, at)), key=len)
+
     def _first_stop(self, text: str) -> int | None:
         """Returns the position of the first stop token in a rendered text, or None."""
         stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
