@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.choices import LauncherKind
+from relax_core.config.engine_checks import engine_count, offline_rows
 from relax_core.config.errors import NotYet
 from relax_core.config.modality import mix_problem
 from relax_core.config.model_checks import media_token_ids, settle_dtype
@@ -226,7 +227,7 @@ def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
 
 def port_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields an error for each configured engine port that another process uses."""
-    if not 0 < config.engine.port <= 65536 - config.engine.count:
+    if engine_count(config) == 0 or not 0 < config.engine.port <= 65536 - config.engine.count:
         return  # 0 means any free port, and config/ has refused all other values
     for port in range(config.engine.port, config.engine.port + config.engine.count):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -267,6 +268,8 @@ def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
 
     If this machine has no GPU, a run on GPUs starts on another machine, so the engine is not checked.
     """
+    if engine_count(config) == 0:
+        return
     engine = find_engine(config.engine.name)
     if engine.on_gpus and config.placement.gpus_per_node and config.engine.python is None and not device_files():
         return
@@ -366,7 +369,7 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
         return []
     if problems := source_problems(config):
         return problems
-    own_data = config.data.task is None
+    own_data = config.data.task is None and offline_rows(config) is None
     on_rows: list[Kind] = [k for k in ("env", "reward") if own_data or not is_builtin(k, getattr(config, k).name)]
     rows = list(_rows(config)) if on_rows else []
     tried: list[Kind] = on_rows if rows else []

@@ -12,6 +12,7 @@ from relax_core.config.error_messages import missing_name
 from relax_core.config.modality import media_kinds
 from relax_core.config.redaction import is_secret_name, redacted
 from relax_core.config.schema import MEDIA_TASKS, EngineConfig, RelaxConfig
+from relax_core.contracts.algorithm import Offline, Requirements
 from relax_core.contracts.media import MediaKind
 from relax_core.registry import PluginError, find_algorithm, find_engine, is_builtin, is_file_plugin, names
 
@@ -24,6 +25,17 @@ _UNSET: dict[str, object] = {
     "flags": {},
     "prefix_cache_tokens": None,
 }
+
+
+def offline_rows(config: RelaxConfig) -> Offline | None:
+    """Returns the kind of data rows that the algorithm trains on without engines, or None for an algorithm of RL."""
+    needed: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    return needed.offline
+
+
+def engine_count(config: RelaxConfig) -> int:
+    """Returns the number of engines of the run: engine.count, or 0 for an algorithm without engines."""
+    return config.engine.count if offline_rows(config) is None else 0
 
 
 def engine_name_problems(config: RelaxConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from relax_core.contracts.media import Media
 
 TRUNCATED = "truncated"  # the ledger's reason for an episode that was cut at its token limit and therefore dropped
 NOT_SAMPLED = -1  # the version of a row that was not sampled
+OF_DATA = "data"  # the engine's name in turns that are in the data; their log-probs are 0
 
 # These extras have one entry per token, not per row: if two episodes share a sampled row, each episode has an entry.
 BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
@@ -171,6 +172,11 @@ class TokenTree:
         """Returns an extra for each token, ``[tokens]`` or ``[tokens, …]``; None if no role wrote this extra."""
         extra = self.extras.get(name)
         return extra if extra is None or name in BY_TOKEN else extra[self.tokens[1]]
+
+    @property
+    def is_of_data(self) -> bool:
+        """Returns whether the responses are in the data, so no engine sampled them."""
+        return all(turn.engine == OF_DATA for episode in self.episodes for turn in episode.turns)
 
     def trained_episodes(self) -> np.ndarray:
         """Returns a bool array ``[episodes]``, True for episodes with a trained token."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.choices import ModeName
-from relax_core.config.engine_checks import media_not_sent
+from relax_core.config.engine_checks import engine_count, media_not_sent
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
 from relax_core.roles.role_context import ENGINE, worker_name
@@ -106,7 +106,9 @@ def _joining(number: int, url: str) -> EngineMember:
 def limits_of(config: RelaxConfig) -> Limits:
     """Returns which orders for engines a run accepts."""
     engine, refusal, no_more, no_urls = config.engine, "", "", ""
-    if config.mode.name is ModeName.colocate:
+    if engine_count(config) == 0:
+        refusal = f"algo={config.algo.name}: this algorithm trains on data rows, without engines."
+    elif config.mode.name is ModeName.colocate:
         refusal = "mode=colocate: engines and trainer alternate in the same memory, so their number is fixed."
     if engine.urls:
         no_more = "engine.urls: this run does not start its engines. Start another server and send engine_urls."
@@ -119,8 +121,8 @@ def limits_of(config: RelaxConfig) -> Limits:
             f"a server that the run did not start gets no {' and no '.join(unseen)} of prompts. Send num_replicas."
         )
     return Limits(
-        start=engine.count,
-        most=max(engine.count, engine.elastic.max_count),
+        start=engine_count(config),
+        most=max(engine_count(config), engine.elastic.max_count),
         refusal=refusal,
         no_more=no_more,
         no_urls=no_urls,

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from relax_core.config.engine_checks import engine_count
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
 from relax_core.contracts.outage import is_exhausted
@@ -232,10 +233,10 @@ def _orders_and_engines(
     """
     config = context.config
     if attempt.gateway is None:
-        return None, EngineSet(config.engine.count)
+        return None, EngineSet(engine_count(config))
     from relax_core.control.engine_orders import end_open_orders, failed_orders, open_order_store, order_answers
 
-    order_store, engines = open_order_store(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
+    order_store, engines = open_order_store(context.run_dir, count=engine_count(config), anew=attempt.number == 0)
     if attempt.number == 0:
         order_store.enable_autoscaler(config.engine.autoscaler.enabled)
     undo.callback(end_open_orders, order_store)

@@ -15,13 +15,15 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_bus import RayBus, blocking
 from relax_core.bus.settings import BusSettings
+from relax_core.config.engine_checks import offline_rows
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.process_trees import kill, kill_trees
 from relax_core.control.engine_set import EngineSet
 from relax_core.roles.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine_owner import EngineOwner
+from relax_core.roles.feeder_worker import FeederWorker
 from relax_core.roles.judge_engine import JudgeEngineOwner
-from relax_core.roles.process_placement import node_options, rank_options, reserve_ranks, roles_of, worker_gpus
+from relax_core.roles.process_placement import ROLLOUT, node_options, rank_options, reserve_ranks, roles_of, worker_gpus
 from relax_core.roles.role_context import BUS, ENGINE, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.rollout_worker import RolloutWorker
 from relax_core.roles.trainer.column_worker import AdvantagesWorker
@@ -80,6 +82,7 @@ class Services:
         self._context = context
         self._engines = engines
         self.roles = roles_of(config)
+        self._feeds = offline_rows(config) is not None
         self._statuses: dict[str, WorkerStatus] = {}
         self.workers: dict[str, Any] = {}
         self._reserved: dict[str, PlacementGroup] = {}
@@ -134,6 +137,8 @@ class Services:
         other_rank: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
         attached = self._is_attached(role, rank)
         worker = AttachedEngineOwner if attached else WORKERS[role]
+        if role == ROLLOUT and self._feeds:
+            worker = FeederWorker
         remote: Any = (
             ray.remote(**other_rank)(OTHER_RANKS[role]) if role in OTHER_RANKS and rank else ray.remote(worker)
         )
@@ -187,7 +192,7 @@ class Services:
 
     def dispensable(self) -> Collection[str]:
         """Returns the owners of added engines, and the owners of removed engines that are still ending."""
-        needed = {worker_name(ENGINE, number) for number in range(self.roles[ENGINE])}
+        needed = {worker_name(ENGINE, number) for number in range(self.roles.get(ENGINE, 0))}
         return {name for name in self.workers if name.rpartition("-")[0] == ENGINE} - needed
 
     def record_statuses(self, statuses: Mapping[str, WorkerStatus]) -> None:

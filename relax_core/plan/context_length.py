@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 from relax_core.config.choices import LauncherKind
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import InteractionConfig
 from relax_core.data.eval_sets import eval_sets_alone
@@ -89,7 +90,9 @@ def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
 def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
     if config.engine.context_length is not None:
         return config
-    wanted = prompt_tokens + config.rollout.max_new_tokens + _observed(config)
+    wanted = prompt_tokens
+    if offline_rows(config) is None:  # a data row for training without engines has its answers
+        wanted += config.rollout.max_new_tokens + _observed(config)
     wanted = -(-wanted // ROUND_TO) * ROUND_TO
     context = min(wanted, positions(config) or wanted)
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, context_length=context))

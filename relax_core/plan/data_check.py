@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.choices import TEXT, LauncherKind, MediaPlace, Overlong
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.modality import MODELS_THAT, media_kinds
 from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
 from relax_core.contracts.media import BAD_MEDIA, MEDIA_KINDS, MediaKind, MediaSource
 from relax_core.contracts.reward import AUTO
@@ -28,6 +30,7 @@ from relax_core.data.row_formats import MessagesOfText
 from relax_core.data.row_media import MediaColumns, unread_media
 from relax_core.data.sources import are_rows_named, file_rows, make_source
 from relax_core.families.hf_config import CONFIG_FILE
+from relax_core.plan.offline_check import look_at_rows
 from relax_core.plan.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
 from relax_core.plan.reward_check import RewardCheck, check_reward
 from relax_core.registry import find_algorithm, find_env, find_reward, is_file_plugin
@@ -72,7 +75,7 @@ def _training_rows(config: RelaxConfig) -> int | None:
     if not are_rows_named(data):
         return None
     try:
-        return file_rows(data)[1]
+        return file_rows(data, offline=offline_rows(config))[1]
     except (ValueError, OSError):
         return None
 
@@ -290,7 +293,39 @@ def reuse_summary(config: RelaxConfig, settled: RelaxConfig) -> None:
         _newest[settled_key] = _newest[key]
 
 
+def _look_offline(config: RelaxConfig, kind: Offline) -> DataSummary:
+    """Returns the result of a data check for rows that are trained without engines."""
+    source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config), offline=kind)
+    generated = config.data.task is not None
+    step = max(1, len(source) // GENERATED_ROWS if generated else -(-len(source) // MAX_LISTED_ROWS))
+    look = look_at_rows(config, source, kind=kind, step=step)
+    most, bad, refused = config.data.max_bad_rows, look.bad.total(), None
+    if too_many_bad(bad, look.looked, rows=look.looked if generated else len(source), most=most):
+        refused = (
+            f"{bad:,} of the {look.looked:,} rows that were looked at cannot be used, more than "
+            f"data.max_bad_rows={most:g}. The first: {look.named()[0]}"
+        )
+    if config.eval.every and refused is None:
+        eval_sets(config, source, offline=kind)  # raises for sets that cannot be used
+    return DataSummary(
+        rows=len(source),
+        generated=generated,
+        looked=look.looked,
+        bad=look.bad,
+        named=look.named(),
+        longest=look.longest,
+        bound=max(look.longest, look.rest),
+        cut=0,
+        sets=[],
+        media=None,
+        notes=[],
+        refused=refused,
+    )
+
+
 def _look(config: RelaxConfig) -> DataSummary:
+    if (kind := offline_rows(config)) is not None:
+        return _look_offline(config, kind)
     source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
     headers = ItemHeaders(config)
     try:

@@ -203,7 +203,7 @@ def cpu_holders(
     holders.append(_plain("supervisor", _supervisor(config, work)))
     if config.gateway.name != "none":
         holders.append(_plain("gateway", GATEWAY))
-    engines = roles["engine"] + roles.get("teacher_engine", 0) + roles.get("judge_engine", 0)
+    engines = roles.get("engine", 0) + roles.get("teacher_engine", 0) + roles.get("judge_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
     rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
     holders.append(_plain("rollout", rollout, count=roles["rollout"]))
@@ -212,7 +212,7 @@ def cpu_holders(
     if config.run.serve:
         holders.append(_plain("Serve controller", BASES["Serve controller"]))
         holders.append(_plain("Serve front of a role", SERVE_DEPLOYMENT, count=len(roles)))
-    if may_be_isolated(config.reward):
+    if "engine" in roles and may_be_isolated(config.reward):
         holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
     if find_env(config.env.name).isolated:
         isolated = cast(IsolatedConfig, config.env)
@@ -232,7 +232,8 @@ def cpu_holders(
             holders.append(_forward(role, config, parallel, [model], work, follows=role == "actor_fwd"))
     if requirements.teacher is not None:
         holders += _teachers(config, requirements, work)
-    holders.append(_engine("engine", config, model, work, count=config.engine.count))
+    if "engine" in roles:
+        holders.append(_engine("engine", config, model, work, count=roles["engine"]))
     holders += judge_holders(config)
     if work.media is not None:
         encoder = Phase(name="always", terms={"encoding": encode_worker_bytes(work)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute, StatesPlace
+from relax_core.config.engine_checks import engine_count
 from relax_core.config.model_checks import family_of_run, frozen_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
@@ -482,7 +483,7 @@ def find_transfers(
         transport=choice.name.value,
         transport_reason=choice.reason,
         sync_bytes=sync,
-        receivers=config.engine.count + (requirements.old_logprobs == "actor_fwd"),
+        receivers=engine_count(config) + (requirements.old_logprobs == "actor_fwd"),
         published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next version is written before the oldest is removed
         checkpoint_bytes=checkpoint,
         checkpoints_kept=config.run.keep_last,

@@ -54,7 +54,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     ``headers`` caches the headers of media. Raises ValueError with the key if the tokenizer or the chat template cannot
     be used, for example if the template leaves out the environment's tools.
     """
-    tokenizer = _tokenizer(config)
+    tokenizer = run_tokenizer(config)
     env = find_env(config.env.name)
     if tokenizer is None:
         return None
@@ -199,7 +199,7 @@ def positions(config: RelaxConfig) -> int | None:
 def stop_token_warnings(config: RelaxConfig) -> Iterator[str]:
     """Yields a warning if model.path's chat template ends an answer with neither a stop token nor a stop string."""
     try:
-        tokenizer = None if config.model.path is None else _tokenizer(config)
+        tokenizer = None if config.model.path is None else run_tokenizer(config)
     except ValueError:  # the model check reports it
         return
     behind = "" if tokenizer is None else unstopped_end(tokenizer, config.rollout.stop)
@@ -217,7 +217,11 @@ def stop_token_warnings(config: RelaxConfig) -> Iterator[str]:
     )
 
 
-def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
+def run_tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
+    """Returns the tokenizer of the model, or None if there is no usable model yet.
+
+    Raises ValueError with the key if the folder's tokenizer or chat template cannot be used.
+    """
     model, arguments = config.model, config.data.chat_template_kwargs
     if model.path is None:
         if model.builtin not in MODEL_NAMES:

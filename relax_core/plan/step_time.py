@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_core.config.choices import ModeName, Recompute
+from relax_core.config.engine_checks import engine_count
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.plan.gpu_models import GPU_MODELS, GpuModel
@@ -364,7 +365,7 @@ class StepTime:
         times = {phase.name: phase.seconds for phase in self.phases}
         if self.alternates:
             return sum(times.values())
-        weights = times.pop(WEIGHTS_PHASE)
+        weights = times.pop(WEIGHTS_PHASE, 0.0)
         trainer = sum(times.pop(name) for name in self.of_actor)
         return max(trainer, *times.values()) + weights
 
@@ -399,7 +400,8 @@ def estimate_step(
         towers=towers * repeats,
     )
     alternates = config.mode.name is ModeName.colocate or config.mode.versions_in_flight == 1
-    phases = [_rollout(config, model, gpu, work, towers=towers, alternates=alternates)]
+    has_engines = engine_count(config) > 0
+    phases = [_rollout(config, model, gpu, work, towers=towers, alternates=alternates)] if has_engines else []
     layouts = worker_group_layouts(config)
     of_actor = [role for role in forward_columns(config) if role not in layouts]
     for role, layout in (layouts | dict.fromkeys(of_actor, config.parallel)).items():
@@ -419,8 +421,9 @@ def estimate_step(
         bytes_moved = 2 * exchanges * rank_parameters(model, layout) * dtype_bytes(config)  # to the host and back
         exchange = bytes_moved / (gpu.host * EFFICIENCY.link)
         phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, exchange=exchange, tokens=tokens))
-    phases.append(_weights(config, model, gpu))
-    if config.mode.name is ModeName.colocate:
+    if has_engines:
+        phases.append(_weights(config, model, gpu))
+    if has_engines and config.mode.name is ModeName.colocate:
         phases.append(_state(config, model, gpu))
     return StepTime(
         gpu=placement.gpu.value,

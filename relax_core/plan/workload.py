@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from relax_core.config.choices import LauncherKind
+from relax_core.config.engine_checks import engine_count, offline_rows
 from relax_core.config.modality import media_kinds
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow
@@ -83,6 +84,9 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     towers = 0 if media is None else round(model.tower_work(patches=media.patches, audio_frames=media.audio_frames))
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
     observed = observed_tokens(config, prompt=prompt)
+    if offline_rows(config) is not None:
+        prompt, source, observed = 1, "each data row has the longest context, and all its tokens are trained", 0
+        new = config.engine.context_tokens - prompt
     branch, ranks = new - 1 + observed, config.parallel.dp
     group_rows, episode_rows = prompt + group_size * branch, prompt + branch
     of_update = groups // config.algo.mini_batches
@@ -97,9 +101,10 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     computed = of_update * group_rows + packed.repeated_prompts * prompt
     engine = config.engine
     sample_tokens = min(prompt + new + observed, engine.context_tokens)
-    wanted = config.mode.versions_in_flight * groups * group_size // engine.count
+    engines = max(1, engine_count(config))
+    wanted = config.mode.versions_in_flight * groups * group_size // engines
     if config.eval.every:
-        wanted = max(wanted, config.eval.rows // engine.count)
+        wanted = max(wanted, config.eval.rows // engines)
     fitting = max(group_size, engine.max_total_tokens // (sample_tokens + state_tokens))
     mean_prompt = _mean_prompt(config, media, prompt=prompt)
     mean_work = group_rows - prompt + mean_prompt + (towers if packed.micro_batches > 1 else 0)

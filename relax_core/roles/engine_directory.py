@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray_bus import RayBus, blocking
+from relax_core.config.engine_checks import engine_count
 from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, EngineUnreachable, PromptRequest
 from relax_core.contracts.media import Media
@@ -56,7 +57,7 @@ def engine_client(
 
 def member_list(context: RunContext) -> MemberList:
     """Returns a reader of the list of sampling engines."""
-    return MemberList(context.weights_folder, count=context.config.engine.count)
+    return MemberList(context.weights_folder, count=engine_count(context.config))
 
 
 class EngineDirectory:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.choices import ForwardRanks, ModeName
+from relax_core.config.engine_checks import engine_count, offline_rows
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
@@ -58,7 +59,8 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
 
     The embedded engine runs on CPU cores. The run reserves no devices for engines that are attached by URL.
     """
-    return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
+    on_gpus = config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus
+    return on_gpus and engine_count(config) > 0 and not config.engine.urls
 
 
 def shares_gpus(config: RelaxConfig) -> bool:
@@ -167,10 +169,16 @@ def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
-    """Maps each role to its number of workers, in start order. The role with the slowest start is first."""
+    """Maps each role to its number of workers, in start order. The role with the slowest start is first.
+
+    For an algorithm without engines, the workers of the role "rollout" make groups of data rows.
+    """
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts = worker_group_layouts(config)
-    roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
+    roles = {"actor": world_size(layouts["actor"])}
+    if engines := engine_count(config):
+        roles["engine"] = engines
+    roles["rollout"] = config.rollout.workers
     if requirements.critic:
         roles["critic"] = 1
     roles |= {role: world_size(layouts[role]) for role in FORWARD_ROLES if role in layouts}
@@ -178,7 +186,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
         roles["teacher"] = 1
         if requirements.teacher.served_by == "engine":
             roles[TEACHER_ENGINE] = len(requirements.teacher.models)
-    if judges := len(judge_engines(config)):
+    if offline_rows(config) is None and (judges := len(judge_engines(config))):
         roles[JUDGE_ENGINE] = judges
     if not computes_advantages_per_group(config) and c.ADVANTAGES not in actor_columns(config):
         roles["advantages"] = 1
@@ -212,11 +220,14 @@ def forward_columns(config: RelaxConfig) -> dict[str, str]:
 def actor_columns(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the columns that the actor's ranks compute before a train step (``placement.forward=actor``).
 
-    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them.
+    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them. An
+    algorithm on data rows has constant advantages.
     """
     logprobs = tuple(forward_columns(config).values())
     if config.placement.forward is ForwardRanks.separate or not logprobs:
         return ()
+    if offline_rows(config) is not None:
+        return logprobs
     critic = find_algorithm(config.algo.name).requirements(config.algo).critic
     return (*logprobs, c.ADVANTAGES, *([c.RETURNS] if critic else []))
 

@@ -53,6 +53,7 @@ from relax_core.rollout.env_workers.configured_env import ConfiguredEnv
 from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.episodes.group_player import EarlyEnds
 from relax_core.rollout.evaluator import Evaluator, answer_sets, eval_versions, prepared_sets, versions_left
+from relax_core.rollout.feeder_loop import FeederLoop
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
 from relax_core.rollout.item_cache import CACHE_BYTES, HeldItems, ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
@@ -424,7 +425,7 @@ class RolloutWorker(Worker):
         except BusClosed as closed:
             return closed
 
-    async def _sample(self, loop: RolloutLoop, reclaimed: list[Admission] | BusClosed) -> None:
+    async def _sample(self, loop: RolloutLoop | FeederLoop, reclaimed: list[Admission] | BusClosed) -> None:
         try:
             if isinstance(reclaimed, BusClosed):
                 raise reclaimed

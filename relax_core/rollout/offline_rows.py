@@ -19,14 +19,12 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.env import media_sources
 from relax_core.contracts.media import MediaError, MediaItem, MediaSource
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tree import TokenTree, group_uid, sample_uid
+from relax_core.contracts.tree import OF_DATA, TokenTree, group_uid, sample_uid
 from relax_core.data.layouts import CHOSEN, LABEL, MESSAGES, REJECTED, TEXT, TOOLS
 from relax_core.data.tokenizer import PromptTokenizer, TextTooLong
 from relax_core.data.trained_turns import ASSISTANT, ConversationTokens, TrainedTurn
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTurn
 from relax_core.rollout.episodes.group_assembly import build_tree
-
-ENGINE = "data"  # the engine's name in the turns of data rows
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -178,5 +176,5 @@ def _response(turn: TrainedTurn, number: int, version: int) -> Generated:
         logprobs=np.zeros(count, dtype=np.float32),
         versions=np.full(count, version, dtype=np.int32),
         finish_reason="stop",
-        engine=ENGINE,
+        engine=OF_DATA,
     )

@@ -486,6 +486,10 @@ class PromptAdmissions:
         elif prefill_ms := episodes[0].turns[0].response.prefill_ms:  # SGLang does not report this time
             self.figures.add(prompt.modality, "prefill", prefill_ms)
 
+    def used(self) -> None:
+        """Records that the newest drawn data row could be used, if the caller and not this object makes the prompts."""
+        self._bad_rows.use()
+
     def media_metrics(self) -> dict[str, float]:
         """Returns metrics of images and videos: the encoded items, and the prompts with bad items by reason.
 

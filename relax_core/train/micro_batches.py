@@ -50,11 +50,13 @@ def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[
     An episode that arrives without trained tokens was truncated (rollout.mask_truncated). The extra ``on_policy`` is
     True for tokens of episodes that were completely sampled with the step's initial weights. For these tokens the
     log-probs of rollout and trainer agree up to rounding. Other tokens attend to cache entries that the engine computed
-    with older weights.
+    with older weights. No engine sampled the tokens of data rows.
     """
     tree = decode_tree(group)
     masked = dict.fromkeys(_untrained(tree), TRUNCATED)
     on_policy = tree.oldest_versions(trained=False) == step
+    if tree.is_of_data:
+        on_policy = np.zeros_like(on_policy)
     if min(group.versions) < oldest_version:
         tree = tree.with_loss_mask(tree.loss_mask & (tree.versions >= oldest_version))
         masked = dict.fromkeys(_untrained(tree), "stale") | masked

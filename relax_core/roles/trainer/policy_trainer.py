@@ -32,6 +32,7 @@ import numpy as np
 from relax_core.bus.ray_bus import blocking
 from relax_core.bus.staleness import oldest_version
 from relax_core.config.choices import ModeName
+from relax_core.config.engine_checks import engine_count
 from relax_core.config.model_checks import frozen_parts
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
@@ -118,7 +119,7 @@ class PolicyTrainer(Worker):
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if reads_share else None
         self._group_tokens = 0
         self._clock = StepClock()
-        self._sync = self._build_sync()
+        self._sync = self._build_sync() if engine_count(config) else None
         self._turns = self._build_turns()
         if self._turns is not None and self._turns.offloads:
             self._turns.begin()  # an engine may have started first
@@ -159,7 +160,8 @@ class PolicyTrainer(Worker):
                 self._turns.end()
             self._train()
         finally:
-            self._sync.close()
+            if self._sync is not None:
+                self._sync.close()
 
     def _build_sync(self) -> WeightSync:
         from relax_core.train.optimizer import frozen_weights  # it imports Megatron, which the controller does not
@@ -175,7 +177,7 @@ class PolicyTrainer(Worker):
     def _build_turns(self) -> TrainerTurns | None:
         """Returns the turns of time sharing, None if trainer and engines work at the same time."""
         config = self._config
-        if config.mode.name is not ModeName.colocate:
+        if config.mode.name is not ModeName.colocate or self._sync is None:
             return None
         gpus = None
         if shares_gpus(config):
@@ -291,12 +293,16 @@ class PolicyTrainer(Worker):
         return groups
 
     def _publish(self, version: int, *, first: bool = False) -> None:
-        """Publishes the weights. The push runs in the background; the next version waits until the push has ended.
+        """Publishes the weights, unless the run has no engines.
+
+        The push runs in the background; the next version waits until the push has ended.
 
         During an outage of the disk or of shared memory this method waits and retries. If shared memory has no space
         for the ``first`` version of this process, it is probably too small for the model, so the error is raised at
         once.
         """
+        if self._sync is None:
+            return
         self._end_push()
         if self._turns is not None:
             self._turns.before_publication()
@@ -340,6 +346,7 @@ class PolicyTrainer(Worker):
         self.set_state("running", text)
 
     def _end_push(self) -> None:
+        assert self._sync is not None, "only engines get weights"
         report = self._sync.end_push()
         if report is not None:
             self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms

@@ -38,12 +38,12 @@ def actor_computed_columns(leased: Sequence[Group], config: RelaxConfig, worker_
         if column in wanted:
             logprobs = worker_group.logprobs(trees, method=method)
             trees = [tree.with_extras(**{column: values}) for tree, values in zip(trees, logprobs, strict=True)]
-    advantages = advantage_extras(trees, find_algorithm(config.algo.name), config.algo)
+    if c.ADVANTAGES in wanted:
+        made = advantage_extras(trees, find_algorithm(config.algo.name), config.algo)
+        trees = [tree.with_extras(**extras) for tree, extras in zip(trees, made, strict=True)]
     return {
-        tree.group_uid: {
-            name: c.encode_column(name, values) for name, values in {**tree.extras, **extras}.items() if name in wanted
-        }
-        for tree, extras in zip(trees, advantages, strict=True)
+        tree.group_uid: {name: c.encode_column(name, values) for name, values in tree.extras.items() if name in wanted}
+        for tree in trees
     }
 
 
