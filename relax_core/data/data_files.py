@@ -1,9 +1,9 @@
-"""Reads data rows by number from JSONL, JSON, CSV and Parquet files, and validates each row.
+"""Reads data rows by number from JSONL, JSON, CSV, Parquet and Arrow files, and validates each row.
 
 A data row is validated when it is read. Its prompt is stored under the key "prompt" and its answer under "answer". An
 unusable row raises `BadRow`; all further rows stay usable. The memory holds only the line offsets of a JSONL file, one
-row group of a Parquet file (`relax_core/data/parquet_rows.py`), and complete CSV files and JSON lists. A row that is
-too large or nested too deeply is not read and is a bad row.
+row group of a Parquet file (`relax_core/data/parquet_rows.py`), and complete CSV files and JSON lists. Compressed files
+are unpacked to temporary files. A row that is too large or nested too deeply is not read and is a bad row.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.untrusted_files import open_regular, read_regular
 from relax_core.contracts.untrusted_values import decode_json, holds_huge_integer, shown
+from relax_core.data.compressed_files import COMPRESSED, unpacked
 from relax_core.data.layouts import OfflineKeys, offline_row
 from relax_core.data.row_formats import (
     FLOAT_TEXT,
@@ -56,6 +57,7 @@ _PIECE_BYTES = 1 << 20  # bytes that are read at a time to find line ends
 _SHOWN = 200  # most characters of a value in an error, before base64 is removed
 _MISSING = object()
 _UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "zstd -d", ".zip": "unzip"}
+_LINES = (".jsonl", ".json")  # suffixes that may precede those of compressed files
 
 
 class RowFile(Protocol):
@@ -105,24 +107,23 @@ class RowKeys:
 
 
 def open_rows(path: Path, keys: RowKeys) -> RowFile:
-    """Opens a .jsonl, .json, .csv or .parquet file.
+    """Opens a .jsonl, .json, .csv, .parquet or .arrow file; the first two may be compressed (.jsonl.gz, .json.zst).
 
-    Raises ValueError for a missing file, an unknown suffix and a file without rows; for a Parquet file that is
+    Raises ValueError for a missing file, an unknown suffix and a file without rows; for a Parquet or Arrow file that is
     malformed, lacks a column, or has row groups that are too large; and for a malformed JSON list or CSV file.
     """
     if not path.exists():
         raise ValueError(f"data file {path}: no such file.{_of_hub(path)}")
-    if path.suffix in _UNPACK:
+    suffix = data_suffix(path)
+    if suffix not in READERS and path.suffix in _UNPACK:
         raise ValueError(
-            f"data file {path}: a compressed file is not read. Unpack it: {_UNPACK[path.suffix]} "
+            f"data file {path}: such a compressed file is not read. Unpack it: {_UNPACK[path.suffix]} "
             f"{shlex.quote(str(path))}, then name the file without {path.suffix}."
         )
-    if path.suffix == ".arrow":
-        raise ValueError(f"data file {path}: Arrow files are not read. {arrow_to_parquet([path], path)}")
-    if path.suffix not in READERS:
-        raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(READERS)}.")
+    if suffix not in READERS:
+        raise ValueError(f"data file {path}: unknown suffix {suffix!r}. Use one of: {', '.join(READERS)}.")
     try:
-        rows = READERS[path.suffix](path, keys)
+        rows = READERS[suffix](path, keys)
     except RecursionError as error:
         raise ValueError(f"data file {path}: it is nested too deeply.") from error
     if len(rows) == 0:
@@ -130,15 +131,10 @@ def open_rows(path: Path, keys: RowKeys) -> RowFile:
     return rows
 
 
-def arrow_to_parquet(files: Sequence[Path], target: Path) -> str:
-    """Returns a hint with the command that converts Arrow files of Hugging Face's datasets to Parquet."""
-    made = target.with_suffix(".parquet")
-    code = (
-        "import pyarrow as a, pyarrow.parquet as p; "
-        f"t = a.concat_tables(a.ipc.open_stream(f).read_all() for f in {[str(file) for file in files]!r}); "
-        f"p.write_table(t, {str(made)!r}, row_group_size=1000)"
-    )
-    return f"This writes them as Parquet: python -c {shlex.quote(code)}; then use {made}."
+def data_suffix(path: Path) -> str:
+    """Returns the suffix that determines the reader of a file, such as .csv or .jsonl.gz."""
+    inner = Path(path.stem).suffix
+    return inner + path.suffix if path.suffix in COMPRESSED and inner in _LINES else path.suffix
 
 
 def _of_hub(path: Path) -> str:
@@ -147,7 +143,7 @@ def _of_hub(path: Path) -> str:
         parts = path.relative_to(Path.cwd()).parts
     except ValueError:
         return ""
-    if len(parts) != 2 or path.suffix in READERS or path.parent.exists():
+    if len(parts) != 2 or data_suffix(path) in READERS or path.parent.exists():
         return ""
     name = "/".join(parts)
     return (
@@ -157,22 +153,24 @@ def _of_hub(path: Path) -> str:
 
 
 class JsonlRows:
-    """Holds the data rows of a file with one JSON object on each line. Blank lines are skipped."""
+    """Holds the data rows of a file with one JSON object on each line. Blank lines are skipped.
 
-    def __init__(self, path: Path, keys: RowKeys) -> None:
+    ``file`` has the content of ``path`` if it is compressed.
+    """
+
+    def __init__(self, path: Path, keys: RowKeys, file: BinaryIO | None = None) -> None:
         self._path, self._keys = path, keys
         self._offsets, self._lines = array("q"), array("q")
+        self._file = open_regular(path) if file is None else file
         offset = 0
-        with open_regular(path) as file:
-            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write this mark at the beginning
-                offset = len(codecs.BOM_UTF8)
-            file.seek(offset)
-            for line_number, (count, blank) in enumerate(_lines(file, path), start=1):
-                if not blank:
-                    self._offsets.append(offset)
-                    self._lines.append(line_number)
-                offset += count
-        self._file = open_regular(path)
+        if self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write this mark at the beginning
+            offset = len(codecs.BOM_UTF8)
+        self._file.seek(offset)
+        for line_number, (count, blank) in enumerate(_lines(self._file, path), start=1):
+            if not blank:
+                self._offsets.append(offset)
+                self._lines.append(line_number)
+            offset += count
         if len(self._offsets) == 1:
             self._file.seek(self._offsets[0])
             if self._file.read(1) == b"[":
@@ -286,9 +284,30 @@ class RowsInMemory:
         return check_row(row, self._keys, where=where)
 
 
+def open_compressed(path: Path, keys: RowKeys) -> RowFile:
+    """Opens a compressed file with an object on each line or, if its content begins with "[", with one list."""
+    file = unpacked(path)
+    start = file.read(_PIECE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    if not start.startswith(b"["):
+        return JsonlRows(path, keys, file)
+    with file:
+        content = file.read(MAX_WHOLE_BYTES + 1)
+    if len(content) > MAX_WHOLE_BYTES:
+        raise ValueError(
+            f"data file {path}: a list of more than {MAX_WHOLE_BYTES / 1e6:.0f} MB is not read. Write one object on "
+            "each line."
+        )
+    return _json_list(path, keys, content)
+
+
 def read_json_list(path: Path, keys: RowKeys) -> RowsInMemory:
     """Reads a .json file with one list of objects."""
-    text = read_regular(path, max_bytes=MAX_WHOLE_BYTES).removeprefix(codecs.BOM_UTF8)
+    return _json_list(path, keys, read_regular(path, max_bytes=MAX_WHOLE_BYTES))
+
+
+def _json_list(path: Path, keys: RowKeys, content: bytes) -> RowsInMemory:
+    text = content.removeprefix(codecs.BOM_UTF8)
     try:
         found = msgspec.json.decode(text, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -351,11 +370,20 @@ def open_parquet(path: Path, keys: RowKeys) -> RowFile:
     return ParquetRows(path, keys)
 
 
+def open_arrow(path: Path, keys: RowKeys) -> RowFile:
+    """Opens an .arrow file, such as those of Hugging Face's datasets."""
+    from relax_core.data.arrow_rows import ArrowRows
+
+    return ArrowRows(path, keys)
+
+
 READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_list,
     ".csv": read_csv,
     ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    **{inner + suffix: open_compressed for inner in _LINES for suffix in COMPRESSED},
 }
 
 

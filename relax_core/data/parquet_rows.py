@@ -8,7 +8,10 @@ once in memory. The memory of each row group and the size of each row are limite
 from __future__ import annotations
 
 import shlex
+from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +45,19 @@ _TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, py
 _BATCH_ROWS = 256  # rows that are read between two checks of the memory
 
 
-class ParquetRows:
-    """Holds the data rows of a Parquet file.
+class TableRows(ABC):
+    """Holds the data rows of a file with an Arrow ``schema`` and ``counts`` of rows in each row group.
 
     A row group is read when one of its rows is read; only the last read row group stays in memory. Raises ValueError
-    for a file that is malformed, lacks a column or has row groups that are too large.
+    for a file that lacks a column.
     """
 
-    def __init__(self, path: Path, keys: RowKeys) -> None:
-        self._path, self._keys = path, keys
-        check_regular(path)
-        try:
-            metadata = pyarrow.parquet.read_metadata(path)
-            texts = [metadata.schema.column(number) for number in range(metadata.num_columns)]
-            repeated = [column.path for column in texts if column.physical_type == "BYTE_ARRAY"]
-            self._file = pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
-        self._starts = [0]
-        for group in range(metadata.num_row_groups):
-            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
-        columns = self._file.schema_arrow.names
+    def __init__(self, path: Path, keys: RowKeys, *, schema: pyarrow.Schema, counts: Iterable[int]) -> None:
+        self._path, self._keys, self._schema = path, keys, schema
+        self._starts = [0, *accumulate(counts)]
+        columns = schema.names
         check_columns(path, columns)
-        fields = {field.name: field.type for field in self._file.schema_arrow}
+        fields = {field.name: field.type for field in schema}
         inner = {
             name: {kind.field(number).name: None for number in range(kind.num_fields)}
             for name, kind in fields.items()
@@ -79,10 +72,12 @@ class ParquetRows:
             if self._column(key) not in columns:
                 known = ", ".join(sorted(columns))
                 raise ValueError(f"data.media_keys.{kind}={key}: {path} has no such column; it has {known}.")
-        self._most = keys.row_group_bytes if keys.media.columns else TEXT_GROUP_BYTES
-        _check_row_groups(path, metadata, self._most)
         self._loaded: tuple[int, pyarrow.Table | str] | None = None
         self._prompts: tuple[int, pyarrow.Table | str] | None = None  # the prompt column of one row group
+
+    @abstractmethod
+    def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
+        """Returns a row group with these columns (None for all), or the reason why it cannot be read."""
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -116,27 +111,14 @@ class ParquetRows:
 
     def _column(self, key: str) -> str:
         """Returns the column of a key, which may be dotted."""
-        return key if key in self._file.schema_arrow.names else key.partition(".")[0]
+        return key if key in self._schema.names else key.partition(".")[0]
 
     def _label_bits(self) -> int:
         """Returns the size in bits of the floats in the answer column."""
-        kind, key = self._file.schema_arrow.field(self._column(self._keys.answer)).type, self._keys.answer
+        kind, key = self._schema.field(self._column(self._keys.answer)).type, self._keys.answer
         for part in key.split(".")[1:] if self._column(key) != key else ():
             kind = kind.field(part).type if pyarrow.types.is_struct(kind) else kind.value_type
         return int(kind.bit_width)
-
-    def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
-        """Returns a row group, or the reason why it cannot be read."""
-        before, batches = pyarrow.total_allocated_bytes(), []
-        most = max(2 * self._most, _MIN_GROUP_BYTES)
-        try:
-            for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
-                batches.append(batch)
-                if pyarrow.total_allocated_bytes() - before > most:
-                    return f"its row group needs more than {most / 1e6:.0f} MB of memory, twice the limit"
-            return pyarrow.Table.from_batches(batches)
-        except (pyarrow.ArrowException, OSError, MemoryError) as error:
-            return f"its row group cannot be read: {error}"
 
     def _row(self, table: pyarrow.Table | str, group: int, number: int) -> dict[str, Any]:
         where = self.where(number)
@@ -153,6 +135,40 @@ class ParquetRows:
         except (ValueError, RecursionError) as error:  # text that is not UTF-8, or a value without a Python type
             raise BadRow.because("malformed", f"{where}: {error}") from error
         return without_filled_nulls(row, self._keys)
+
+
+class ParquetRows(TableRows):
+    """Holds the data rows of a Parquet file.
+
+    Raises ValueError for a file that is malformed, lacks a column or has row groups that are too large.
+    """
+
+    def __init__(self, path: Path, keys: RowKeys) -> None:
+        check_regular(path)
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            texts = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+            repeated = [column.path for column in texts if column.physical_type == "BYTE_ARRAY"]
+            self._file = pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
+        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        super().__init__(path, keys, schema=self._file.schema_arrow, counts=counts)
+        self._most = keys.row_group_bytes if keys.media.columns else TEXT_GROUP_BYTES
+        _check_row_groups(path, metadata, self._most)
+
+    def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
+        """Returns a row group, or the reason why it cannot be read."""
+        before, batches = pyarrow.total_allocated_bytes(), []
+        most = max(2 * self._most, _MIN_GROUP_BYTES)
+        try:
+            for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+                batches.append(batch)
+                if pyarrow.total_allocated_bytes() - before > most:
+                    return f"its row group needs more than {most / 1e6:.0f} MB of memory, twice the limit"
+            return pyarrow.Table.from_batches(batches)
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
+            return f"its row group cannot be read: {error}"
 
 
 def _decoded_bytes(array: Any) -> int:

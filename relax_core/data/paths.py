@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.schema import DataConfig
-from relax_core.data.data_files import READERS, arrow_to_parquet
+from relax_core.data.data_files import READERS, data_suffix
 
 _WANTED = "Give a list of files, [a.jsonl,more/*.parquet], or files with their weights, {a.jsonl:3,b.jsonl:1}"
 _NO_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of Hugging Face's datasets
@@ -77,16 +77,16 @@ def _folder_files(folder: Path, key: str) -> tuple[Path, ...]:
     """Returns the data files in a folder; all must have the same kind and the same split."""
     inside = sorted(folder.iterdir())
     files = [
-        path for path in inside if path.suffix in READERS and path.name not in _NO_ROWS and path.name[0] not in "._"
+        path
+        for path in inside
+        if data_suffix(path) in READERS and path.name not in _NO_ROWS and path.name[0] not in "._"
     ]
     if not files:
-        if arrows := [path for path in inside if path.suffix == ".arrow"]:
-            raise ValueError(f"{key}={folder}: Arrow files are not read. {arrow_to_parquet(arrows, folder)}")
-        kinds = [path for suffix in (*READERS, ".arrow") for path in sorted(folder.rglob(f"*{suffix}"))]
+        kinds = [path for suffix in READERS for path in sorted(folder.rglob(f"*{suffix}"))]
         below = sorted({str(path.parent) for path in kinds if path.name not in _NO_ROWS})
         more = f" These folders below it have some: {', '.join(below[:5])}." if below else ""
         raise ValueError(f"{key}={folder}: the folder has no file of {', '.join(READERS)}.{more}")
-    suffixes = sorted({file.suffix for file in files})
+    suffixes = sorted({data_suffix(file) for file in files})
     splits = {found[1] if (found := _SPLIT.search(file.stem.lower())) else "" for file in files}
     if len(suffixes) == 1 and (len(splits) == 1 or splits <= {"", "train"}):
         return tuple(files)
