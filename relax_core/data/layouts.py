@@ -32,7 +32,7 @@ ASSISTANT = "assistant"
 _MISSING = object()
 _WANTED: dict[Offline, str] = {
     "demonstrations": "messages; conversations; prompt and completion; data.prompt_key and data.answer_key; or text",
-    "pairs": "chosen and rejected, with the prompt in data.prompt_key or as their common first messages",
+    "pairs": "chosen and rejected, with the prompt in data.prompt_key, messages or conversations, or as their common first messages",
     "labels": "label, and messages; conversations; prompt and completion; or data.prompt_key and data.answer_key",
 }
 
@@ -89,7 +89,8 @@ def _layout(names: Collection[str], keys: OfflineKeys) -> tuple[str, ...] | None
     if keys.kind == "pairs":
         if not {CHOSEN, REJECTED} <= set(names):
             return None
-        return (keys.prompt, CHOSEN, REJECTED) if keys.prompt in names else (CHOSEN, REJECTED)
+        asked = next((name for name in (keys.prompt, *CONVERSATIONS) if name in names), None)
+        return (CHOSEN, REJECTED) if asked is None else (asked, CHOSEN, REJECTED)
     if keys.kind == "labels" and LABEL not in names:
         return None
     for answer in (keys.answer, COMPLETION):
@@ -155,8 +156,8 @@ def _pair(
 
 
 def _messages(value: Any, name: str, where: str, *, text_role: str | None) -> list[Any]:
-    """Returns a column as messages; a text becomes a message of ``text_role``, None if a text is refused."""
-    found = messages_of(value)
+    """Returns a column as messages. A text becomes a message of ``text_role``; None refuses a text."""
+    found = messages_of([value] if isinstance(value, Mapping) else value)
     if isinstance(found, ValueError):
         raise BadRow.because("prompt", f"{where}: {name}={_short(value)} {found}")
     if isinstance(found, str) and text_role is not None:
