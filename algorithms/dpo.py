@@ -37,7 +37,7 @@ class DpoConfig(AlgorithmConfig):
 
 def requirements(config: DpoConfig) -> Requirements:
     """Returns the requirements: rows with pairs, and the reference's log-probs."""
-    return Requirements(old_logprobs="rollout", reference=True, whole_step=False, offline="pairs", whole_groups=True)
+    return Requirements(old_logprobs="rollout", reference=True, whole_step=False, offline="pairs")
 
 
 def check(config: DpoConfig) -> None:
@@ -71,7 +71,7 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
     term is that of arXiv 2404.19733, eq. 1.
     """
     assert inputs.reference_logprobs is not None, "requirements() requests a reference"
-    assert inputs.num_samples % 2 == 0, "requirements() requests whole groups, and a group has two samples"
+    assert inputs.num_samples % 2 == 0, "a micro-batch has whole pairs"
     log_ratios = inputs.logprobs - inputs.reference_logprobs
     reduce = F.sample_means if config.length_normalized or config.loss == "ipo" else F.sample_sums
     chosen, rejected = _of_pairs(reduce, log_ratios, inputs)

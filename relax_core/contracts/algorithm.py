@@ -48,8 +48,8 @@ class Requirements:
     equal states, so the run needs an env with ``state_keys`` in its SPEC. ``every_token``: False promises that a token
     with advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip this
     token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" is a group of one
-    sample. A row of "pairs" is a group of two samples: sample 0 is preferred to sample 1. ``whole_groups``: the loss
-    compares the samples of a group, so a micro-batch of a rank has all samples of a group or none.
+    sample. A row of "pairs" is a group of two samples: sample 0 is preferred to sample 1. A micro-batch of a rank has all
+    samples of such a group or none.
     """
 
     old_logprobs: OldLogprobs
@@ -63,7 +63,6 @@ class Requirements:
     state_keys: bool = False
     every_token: bool = True
     offline: Offline | None = None
-    whole_groups: bool = False
 
     @property
     def needs_turns(self) -> bool:

@@ -140,7 +140,11 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
         commands.append(
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
-    if finished:
+    sampled = summary["reward"]["last"] is not None
+    if finished and not sampled and (hf := run_dir / "hf").is_dir():
+        own = ("model=folder", f"model.path={hf}", "data=file", "data.path=ROWS.jsonl", "reward=math")
+        commands.append((_command((), *own), "reinforcement learning from this model"))
+    if finished and sampled:
         new = [override for override in overrides if _key(override) != "run.dir"]  # a new run has a new folder
         alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
         if saved.get("mode", {}).get("name") != "colocate" and "mode=colocate" not in overrides and alone:
@@ -208,11 +212,16 @@ def _metrics(summary: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, label in (("reward", "reward"), ("exact", "exact answers")):
+    sampled = summary["reward"]["last"] is not None
+    for name, label in (("reward", "reward"), ("exact", "exact answers")) if sampled else (("loss", "loss"),):
         ends = summary[name]
         table.add_row(label, f"{number(ends['first'], '.3f')} → [bold]{number(ends['last'], '.3f')}[/] in training")
-    table.add_row("answers", _answers(summary))
-    if summary["eval"]:
+    if sampled:
+        table.add_row("answers", _answers(summary))
+    if summary["eval"] and summary["eval"][-1]["exact"] is None:
+        for row in _held_out_losses(summary["eval"][0], summary["eval"][-1]):
+            table.add_row(*row)
+    elif summary["eval"]:
         first, last = summary["eval"][0], summary["eval"][-1]
         table.add_row(
             "held-out",
@@ -245,6 +254,18 @@ def _metrics(summary: Mapping[str, Any]) -> Table:
             effect = f"repeats {steps} train steps of this run; then an engine joined"
         table.add_row("seed", f"the same seed, {summary['run']['seed']}, {effect}")
     return table
+
+
+def _held_out_losses(first: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a label and a text for the loss, and the share of correct preferences, on held-out data rows."""
+    for name, label in (("loss", "held-out loss"), ("preference_accuracy", "held-out pairs")):
+        if name in last["figures"]:
+            before, after = first["figures"].get(name), last["figures"][name]
+            yield (
+                label,
+                f"{number(before, '.3f')} at step {first['step']} → [bold]{after:.3f}[/] at step {last['step']}, "
+                f"{last['rows']} rows",
+            )
 
 
 def _answers(summary: Mapping[str, Any]) -> str:
@@ -369,16 +390,26 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
 
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     axes = figure.subplots(1, 2)
-    for axis, name, title in zip(axes, ("reward", "exact"), ("mean reward", "share of exact answers"), strict=True):
+    names = {"reward": "mean reward", "exact": "share of exact answers"}
+    if not any("reward" in values for values in (*training.values(), *evaluation.values())):
+        other = next(
+            (name for values in evaluation.values() for name in values if name in _OFFLINE_CURVES), "grad_norm"
+        )
+        names = {"loss": "loss", other: other.replace("_", " ")}
+    for axis, (name, title) in zip(axes, names.items(), strict=True):
         _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))
         axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
     shadow = _points(evaluation, "shadow")
     if shadow[0]:
         axes[1].plot(*shadow, color=GREY, marker="x", linestyle=":", label="held-out, by reward.shadow")
         axes[1].legend(frameon=False, fontsize=10, loc="best")
-    axes[1].set_ylim(-0.04, 1.04)
+    if "exact" in names:
+        axes[1].set_ylim(-0.04, 1.04)
     figure.savefig(path)
     return path
+
+
+_OFFLINE_CURVES = ("preference_accuracy", "surprisal")  # metrics of evaluations on data rows, the first is drawn
 
 
 def _points(values: dict[int, dict[str, float]], name: str) -> tuple[list[int], list[float]]:

@@ -68,6 +68,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "tokens_per_s": _median([_rate(values, "tokens") for values in settled]),
         "reward": _first_and_last(actor, "reward") | _spread(actor, "reward") | {"std": _last(actor, "reward/std")},
         "exact": _first_and_last(actor, "exact"),
+        "loss": _first_and_last(actor, "loss"),
         "response_tokens": _first_and_last(actor, "response_tokens")
         | _spread(actor, "response_tokens")
         | {quantile: _last(actor, f"response_tokens/{quantile}") for quantile in QUANTILES},
@@ -191,7 +192,7 @@ def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, An
 def _evaluation(step: int, values: Values) -> dict[str, Any]:
     """Returns the metrics of an evaluation. Metrics that only some evaluations have are under "figures"."""
     counts = {name: int(values.get(name, 0)) for name in ("rows", "bad_rows", "unscored")}
-    own = {"step": step, "exact": values["exact"], "reward": values["reward"], **counts}
+    own = {"step": step, "exact": values.get("exact"), "reward": values.get("reward"), **counts}
     return {**own, "figures": {name: value for name, value in values.items() if name not in own}}
 
 
@@ -307,7 +308,7 @@ def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
 
 def _of_evaluations(evaluations: Mapping[int, Values]) -> Iterator[str]:
     """Checks whether the held-out accuracy fell by more than `EVAL_FALL` and by more than the sampling error."""
-    if len(evaluations) < 2:
+    if len(evaluations) < 2 or not all("exact" in values for values in evaluations.values()):
         return
     best = max(evaluations, key=lambda step: evaluations[step]["exact"])
     last = max(evaluations)

@@ -305,6 +305,16 @@ def _look_offline(config: RelaxConfig, kind: Offline) -> DataSummary:
             f"{bad:,} of the {look.looked:,} rows that were looked at cannot be used, more than "
             f"data.max_bad_rows={most:g}. The first: {look.named()[0]}"
         )
+    if kind == "pairs" and look.most_rows > config.parallel.micro_batch_tokens:
+        refused = refused or (
+            f"parallel.micro_batch_tokens={config.parallel.micro_batch_tokens}: the largest pair has {look.most_rows} "
+            f"token rows, and a pair is never split. Use {look.most_rows} or more."
+        )
+    if config.eval.every and look.media:
+        refused = refused or (
+            f"eval.every={config.eval.every} with algo={config.algo.name} and rows with images, videos or sounds: "
+            "held-out rows with media are not evaluated yet. Use eval.every=0."
+        )
     if config.eval.every and refused is None:
         eval_sets(config, source, offline=kind)  # raises for sets that cannot be used
     return DataSummary(

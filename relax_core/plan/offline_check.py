@@ -23,12 +23,14 @@ CONVERTED_BYTES = 4 << 20  # text that is converted to tokens, the longest rows 
 class OfflineLook:
     """Holds the result of the check. ``longest`` is the number of tokens of the longest converted sample.
 
-    ``rest`` is the size in bytes of the longest sample that was not converted, 0 if all were converted. ``bad`` maps a
-    reason to the number of bad rows, and ``texts`` maps the numbers of bad rows to their errors.
+    ``most_rows`` is the number of rows that the trainer computes for the largest converted group. ``rest`` is the size
+    in bytes of the longest sample that was not converted, 0 if all were converted. ``bad`` maps a reason to the number
+    of bad rows, and ``texts`` maps the numbers of bad rows to their errors.
     """
 
     looked: int = 0
     longest: int = 0
+    most_rows: int = 0
     rest: int = 0
     media: bool = False
     bad: Counter[str] = field(default_factory=Counter)
@@ -84,6 +86,7 @@ def look_at_rows(config: RelaxConfig, source: PromptSource, *, kind: Offline, st
         except BadRow as error:
             look.leave_out(number, error)
             continue
+        look.most_rows = max(look.most_rows, tree.computed_rows)
         look.longest = max(look.longest, int(tree.runs.positions().max()) + 1)
     return look
 

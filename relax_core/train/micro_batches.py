@@ -7,7 +7,8 @@ module also adds up the times and the metrics of a step's updates.
 a budget of rows. Trees arrive lease by lease, and a micro-batch closes as soon as the next tree does not fit. A
 micro-batch's content therefore depends on the order of the trees and not on their arrival times. A tree that is larger
 than the budget is split between episodes; each piece repeats the rows that its episodes share with episodes of other
-pieces. An episode is never split, because sequence-level ratios and lengths are computed over whole episodes. The work
+pieces. An episode is never split, because sequence-level ratios and lengths are computed over whole episodes. A tree of
+a data row is never split, because the loss may compare its episodes. The work
 of an image, a video or a sound is its rows plus the towers' work, in rows. An item passes the towers once per
 micro-batch of a rank, so its work counts once per micro-batch. A second budget bounds the patches that pass a vision
 tower, and thus the tower's memory.
@@ -109,12 +110,14 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Holds the work of a tree: each episode's path of runs, each run's computed rows, and each run's media items.
+    """Holds the work of a tree: the runs of each unit, each run's computed rows, and each run's media items.
 
-    An item is (digest, towers' work in rows, patches).
+    A unit is an episode, or the whole tree for data rows, because their losses may compare the episodes of a group. The
+    list ``ends`` has the end of each unit's episodes (exclusive). An item is (digest, towers' work in rows, patches).
     """
 
     paths: list[list[int]]
+    ends: list[int]
     rows: list[int]
     items: dict[int, list[tuple[str, int, int]]]
 
@@ -134,7 +137,8 @@ class MicroBatcher:
     """Collects trees into micro-batches and splits trees that are larger than a micro-batch.
 
     In a micro-batch each of the ``ranks`` data-parallel ranks has at most ``budget_rows`` rows of work (computed rows
-    plus the towers' work in rows) and at most ``tower.most_patches`` patches. A single episode may exceed these bounds.
+    plus the towers' work in rows) and at most ``tower.most_patches`` patches. A single unit (`Work`) may exceed these
+    bounds.
     """
 
     def __init__(self, budget_rows: int, *, ranks: int = 1, tower: TowerWork = NO_TOWER) -> None:
@@ -169,7 +173,7 @@ class MicroBatcher:
 
     def _fits(self, trees: Sequence[TokenTree], work: Sequence[Work]) -> bool:
         if self._ranks == 1:
-            single = len(trees) == 1 and len(trees[0].episodes) == 1
+            single = len(trees) == 1 and (len(trees[0].episodes) == 1 or trees[0].is_of_data)
             items = distinct_items(trees)
             load = sum(tree.computed_rows for tree in trees) + sum(round(self._tower.rows(item)) for item in items)
             patches = sum(item.patches for item in items)
@@ -213,26 +217,27 @@ def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork
 
 
 def _fill_bins(trees: Sequence[Work], capacity: int, most_patches: int) -> list[list[Piece]]:
-    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches`` patches, or one larger episode."""
+    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches`` patches, or one larger unit."""
     bins: list[list[Piece]] = []
     load, patches = capacity + 1, 0  # The first episode opens a bin.
     shown: set[str] = set()
     for index, work in enumerate(trees):
         seen: set[int] = set()
-        first = 0
-        for episode, path in enumerate(work.paths):
+        first = before = 0
+        for path, end in zip(work.paths, work.ends, strict=True):
             more = work.load(path, seen=seen, shown=shown)
             over = load + more.work > capacity or patches + more.patches > most_patches
             if over and (load or not bins):
-                if episode > first:
-                    bins[-1].append((index, first, episode))
+                if before > first:
+                    bins[-1].append((index, first, before))
                 bins.append([])
-                first, load, patches, seen, shown = episode, 0, 0, set(), set()
+                first, load, patches, seen, shown = before, 0, 0, set(), set()
                 more = work.load(path)
             load, patches = load + more.work, patches + more.patches
             seen.update(path)
             shown |= more.items
-        bins[-1].append((index, first, len(work.paths)))
+            before = end
+        bins[-1].append((index, first, before))
     return bins
 
 
@@ -253,7 +258,9 @@ def _work(tree: TokenTree, tower: TowerWork) -> Work:
         item = media.item
         found = items.setdefault(int(runs.of_rows(np.array(media.start))), [])
         found.append((item.digest, round(tower.rows(item)), item.patches))
-    return Work(paths, rows, items)
+    if tree.is_of_data:
+        return Work([list(dict.fromkeys(run for path in paths for run in path))], [len(paths)], rows, items)
+    return Work(paths, list(range(1, len(paths) + 1)), rows, items)
 
 
 def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:

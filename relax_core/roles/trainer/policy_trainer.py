@@ -52,6 +52,7 @@ from relax_core.roles.engine_directory import EngineDirectory
 from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn
 from relax_core.roles.process_placement import actor_columns, node_address, shares_gpus
 from relax_core.roles.role_context import RunContext, worker_name
+from relax_core.roles.trainer.held_out import open_held_out
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.reference_logprobs import actor_computed_columns
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
@@ -152,9 +153,12 @@ class PolicyTrainer(Worker):
             report_progress=self.report_progress,
             report_wait=self._report_wait,
         )
+        self._held_out = open_held_out(context, self._worker_group, self._metrics)
         try:
             if context.resume_from is not None:
                 self._worker_group.load(context.resume_from)
+            if self._held_out is not None:
+                self._held_out.evaluate(self._version)
             self._publish(self._version, first=True)
             if self._turns is not None and self._turns.offloads:
                 self._turns.end()
@@ -237,6 +241,9 @@ class PolicyTrainer(Worker):
                 self._turns.end()
         self._version = step + 1
         self._report(consumed, result, step=step)
+        if self._held_out is not None:
+            self._held_out.evaluate(step + 1)
+            self._step_ended = time.perf_counter()
         return self._acknowledge(consumed, step=step)
 
     def _request(self, step: int, missing: int) -> LeaseRequest:
@@ -553,7 +560,10 @@ class StepGroups:
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
-        """Returns the metrics over the step's samples, without metrics that have no data."""
+        """Returns the metrics over the step's samples, without metrics that have no data.
+
+        Samples of data rows have no metrics of rewards and sampling.
+        """
         episodes = [episode for group in self.groups for episode in group.episodes]
         staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
@@ -561,13 +571,18 @@ class StepGroups:
             for name, value in episode.parts.items():
                 parts.setdefault(name, []).append(value)
         count = len(episodes)
+        sampled = {}
+        if not all(group.is_of_data for group in self.groups):
+            sampled = {
+                **reward_values([group.rewards for group in self.groups]),
+                "exact": sum(parts.pop("exact", [0.0])) / count,
+                **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
+                "truncated": sum(episode.ended == "length" for episode in episodes) / count,
+                **sampled_entropy(self.groups),
+            }
         return {
-            **reward_values([group.rewards for group in self.groups]),
-            "exact": sum(parts.pop("exact", [0.0])) / count,
-            **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
+            **sampled,
             **length_values(self._lengths()),
-            "truncated": sum(episode.ended == "length" for episode in episodes) / count,
-            **sampled_entropy(self.groups),
             "staleness_max": float(max(staleness)),
             "staleness_mean": sum(staleness) / count,
             **self._modality_values(step=step),
@@ -588,10 +603,18 @@ class StepGroups:
     def histograms(self, *, step: int) -> list[HistogramRecord]:
         """Returns the distributions of the samples' lengths, staleness, rewards and, if available, mean advantages."""
         staleness = np.array([step - version for row in self.leased for version in row.versions])
-        advantages = [group_advantages(group) for group in self.groups]
         return [
             integer_histogram("response_tokens", self._lengths(), step=step),
             integer_histogram("staleness", np.sort(staleness), step=step),
+            *self._reward_histograms(step=step),
+        ]
+
+    def _reward_histograms(self, *, step: int) -> list[HistogramRecord]:
+        """Returns the distributions of rewards and advantages; empty for data rows."""
+        if all(group.is_of_data for group in self.groups):
+            return []
+        advantages = [group_advantages(group) for group in self.groups]
+        return [
             real_histogram("reward", np.concatenate([group.rewards for group in self.groups]), step=step),
             *(
                 [
