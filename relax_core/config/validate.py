@@ -18,8 +18,22 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.choices import ForwardRanks, LauncherKind, ModeName, OnStale, Surplus, WeightTransportName
-from relax_core.config.engine_checks import engine_file_problems, engine_name_problems, engine_problems
+from relax_core.config.choices import (
+    ForwardRanks,
+    LauncherKind,
+    ModeName,
+    OnStale,
+    Overlong,
+    Surplus,
+    WeightTransportName,
+)
+from relax_core.config.engine_checks import (
+    engine_count,
+    engine_file_problems,
+    engine_name_problems,
+    engine_problems,
+    offline_rows,
+)
 from relax_core.config.error_messages import missing_name
 from relax_core.config.errors import NotYet, either
 from relax_core.config.launcher_checks import launcher_problems
@@ -306,6 +320,8 @@ def _divisors(number: int, *, most: int) -> str:
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
     engine, group_size = config.engine, config.algo.group_size
     new_tokens = config.rollout.max_new_tokens
+    if engine_count(config) == 0:
+        return
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
     if engine.max_running_samples < group_size:
@@ -324,6 +340,29 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
             f"engine.max_total_tokens={engine.max_total_tokens} cannot hold one group: algo.group_size={group_size} x "
             f"rollout.max_new_tokens={new_tokens} = {group_size * new_tokens}. Raise it."
         )
+
+
+def _check_offline(config: RelaxConfig) -> Iterator[str]:
+    """Yields the problems of settings that an algorithm on data rows cannot have."""
+    if offline_rows(config) is None:
+        return
+    rollout, what = config.rollout, f"algo={config.algo.name}, which trains on data rows without engines"
+    if rollout.temperature != 1.0:
+        yield f"rollout.temperature={rollout.temperature} with {what}: log-probs need the temperature 1. Use 1.0."
+    if rollout.truncates:
+        yield f"rollout.top_p, top_k or min_p with {what}: nothing is sampled. Drop them."
+    if rollout.over_sampling > 1.0:
+        yield f"rollout.over_sampling={rollout.over_sampling} with {what}: every row is trained. Use 1.0."
+    if config.data.overlong is not Overlong.drop:
+        yield f"data.overlong={config.data.overlong.value} with {what}: a row is never cut. Use drop."
+    if config.run.keep_best is not None:
+        yield NotYet(f"run.keep_best={config.run.keep_best} with {what} is not built yet. Drop it.")
+    if config.engine.urls:
+        yield f"engine.urls with {what}. Drop engine.urls."
+    if config.engine.autoscaler.enabled:
+        yield f"engine.autoscaler.enabled=true with {what}. Leave it off."
+    if find_env(config.env.name).has_turns or find_env(config.env.name).agent is not None:
+        yield f"env={config.env.name} with {what}. Use env=single_turn."
 
 
 def _check_rollout(config: RelaxConfig) -> Iterator[str]:
@@ -363,7 +402,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"{message} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
     elif data.task is None and data.size:
         yield f"data.size={data.size} with data={data.name}: a file has a fixed number of rows. Drop data.size."
-    elif config.rollout.max_new_tokens == 1:
+    elif config.rollout.max_new_tokens == 1 and offline_rows(config) is None:
         yield "rollout.max_new_tokens=1 holds only the stop token. Use 8 or more."
 
 
@@ -490,6 +529,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_critic,
     reward_problems,
     _check_batch,
+    _check_offline,
     _check_engine,
     _check_rollout,
     transport_problems,

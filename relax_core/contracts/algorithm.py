@@ -47,9 +47,9 @@ class Requirements:
     advantages need the turns of the group's episodes. ``state_keys``: the advantages also compare turns that begin in
     equal states, so the run needs an env with ``state_keys`` in its SPEC. ``every_token``: False promises that a token
     with advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip this
-    token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" is a group of one
-    sample. A row of "pairs" is a group of two samples: sample 0 is preferred to sample 1. A micro-batch of a rank has all
-    samples of such a group or none.
+    token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" or "labels" is a
+    group of one sample; the reward of a labelled sample is its label. A row of "pairs" is a group of two samples, and
+    sample 0 is preferred to sample 1. A micro-batch of a rank has all samples of such a group or none.
     """
 
     old_logprobs: OldLogprobs
