@@ -32,8 +32,7 @@ ASSISTANT = "assistant"
 _MISSING = object()
 _WANTED: dict[Offline, str] = {
     "demonstrations": "messages; conversations; prompt and completion; data.prompt_key and data.answer_key; or text",
-    "pairs": "chosen and rejected, with the prompt in data.prompt_key, messages or conversations, or as their common "
-    "first messages",
+    "pairs": "chosen and rejected, with the prompt in data.prompt_key, in messages or as their common first messages",
     "labels": "label, and messages; conversations; prompt and completion; or data.prompt_key and data.answer_key",
 }
 

@@ -158,8 +158,12 @@ def _conversations(row: DataRow, kind: Offline) -> list[tuple[Messages, list[int
 
 
 def _answers(messages: Messages, first: int) -> list[int]:
-    """Returns the numbers of the assistant's messages from number ``first`` on."""
-    return [number for number, message in enumerate(messages) if number >= first and message["role"] == ASSISTANT]
+    """Returns the numbers of the assistant's messages from number ``first`` on, without messages of weight 0."""
+    return [
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == ASSISTANT and message.get("weight") != 0
+    ]
 
 
 def _ids(turns: Sequence[TrainedTurn]) -> list[tuple[list[int], list[int]]]:

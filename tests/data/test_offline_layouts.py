@@ -12,10 +12,12 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.modality import modality_of_row
+from relax_core.config.schema import MediaKeys
 from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.data.layouts import CHOSEN, LABEL, MESSAGES, REJECTED, TEXT, TOOLS
 from relax_core.data.sources import make_source
+from tests.data.test_labels import replaced
 
 SYSTEM, ASKED, SAID = (
     {"role": "system", "content": "be brief"},
@@ -29,7 +31,7 @@ TALK = [ASKED, SAID]
 SHAREGPT = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": SAID["content"]}]
 
 
-def open_rows(tmp_path: Path, rows: list[dict[str, Any]], kind: Offline, words: tuple[str, ...], suffix: str) -> Any:
+def open_rows(tmp_path: Path, rows: list[dict[str, Any]], kind: Offline, suffix: str, **settings: Any) -> Any:
     file = tmp_path / f"rows{suffix}"
     if suffix == ".jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -39,40 +41,37 @@ def open_rows(tmp_path: Path, rows: list[dict[str, Any]], kind: Offline, words: 
         table = pyarrow.Table.from_pylist(rows)
         with pyarrow.OSFile(str(file), "wb") as out, pyarrow.ipc.new_stream(out, table.schema) as stream:
             stream.write_table(table)
-    start = ["data=file", f"data.path={file}", "model=tiny_qwen3", "data.eval_size=0", "eval.every=0"]
-    config = load_config([*start, "model.task=arithmetic", *words])
-    return make_source(config.data, seed=0, eval_rows=0, offline=kind)
+    return make_source(replaced(path=str(file), eval_size=0, **settings), seed=0, eval_rows=0, offline=kind)
 
 
 def read(
-    tmp_path: Path, row: dict[str, Any], kind: Offline = "demonstrations", *words: str, suffix: str = ".jsonl"
+    tmp_path: Path, row: dict[str, Any], kind: Offline = "demonstrations", *, suffix: str = ".jsonl", **settings: Any
 ) -> DataRow:
-    source = open_rows(tmp_path, [row], kind, words, suffix)
-    found: DataRow = source.numbered(0)
+    found: DataRow = open_rows(tmp_path, [row], kind, suffix, **settings).numbered(0)
     return found
 
 
-LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"messages": TALK}, ()),
-    ({"messages": json.dumps(TALK)}, ()),
-    ({"conversations": SHAREGPT}, ()),
-    ({"conversations": TALK}, ()),
-    ({"prompt": ASKED["content"], "answer": "Blue."}, ()),
-    ({"prompt": ASKED["content"], "completion": "Blue."}, ()),
-    ({"prompt": [ASKED], "completion": [SAID]}, ()),
-    ({"prompt": [ASKED], "completion": "Blue."}, ()),
-    ({"prompt": ASKED["content"], "prompt_id": "7", "messages": TALK}, ()),
-    ({"extra": {"q": ASKED["content"], "a": "Blue."}}, ("data.prompt_key=extra.q", "data.answer_key=extra.a")),
-    ({"extra": {"talk": TALK}}, ("data.prompt_key=extra.talk",)),
-    ({"text": "no", "messages": TALK}, ("data.prompt_key=messages", "data.answer_key=messages.-1.content")),
+LAYOUTS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"messages": TALK}, {}),
+    ({"messages": json.dumps(TALK)}, {}),
+    ({"conversations": SHAREGPT}, {}),
+    ({"conversations": TALK}, {}),
+    ({"prompt": ASKED["content"], "answer": "Blue."}, {}),
+    ({"prompt": ASKED["content"], "completion": "Blue."}, {}),
+    ({"prompt": [ASKED], "completion": [SAID]}, {}),
+    ({"prompt": [ASKED], "completion": "Blue."}, {}),
+    ({"prompt": ASKED["content"], "prompt_id": "7", "messages": TALK}, {}),
+    ({"extra": {"q": ASKED["content"], "a": "Blue."}}, {"prompt_key": "extra.q", "answer_key": "extra.a"}),
+    ({"extra": {"talk": TALK}}, {"prompt_key": "extra.talk"}),
+    ({"text": "no", "messages": TALK}, {"prompt_key": "messages", "answer_key": "messages.-1.content"}),
 ]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_layouts_of_demonstrations_give_the_same_conversation(tmp_path: Path, number: int, suffix: str) -> None:
-    row, words = LAYOUTS[number]
-    found = read(tmp_path, row, "demonstrations", *words, suffix=suffix)
+    row, settings = LAYOUTS[number]
+    found = read(tmp_path, row, suffix=suffix, **settings)
     assert (found[MESSAGES], found["prompt"], found["answer"]) == (TALK, [ASKED], "Blue.")
     assert TEXT not in found and modality_of_row(found) == "text"
 
@@ -181,13 +180,12 @@ def test_a_table_without_a_layout_is_refused_with_its_columns(tmp_path: Path, su
 
 def test_media_become_sources_in_all_conversations(tmp_path: Path) -> None:
     asked = {"role": "user", "content": [IMAGE, {"type": "text", "text": "What?"}]}
-    words = ("data.media_keys.image=pictures",)
     whole = read(tmp_path, {"messages": [asked, SAID]}, "demonstrations")
     assert (
         whole[MESSAGES][0]["content"][0]["image"].path == str(tmp_path / "a.png") and modality_of_row(whole) == "image"
     )
     row = {"prompt": "<image>What?", "chosen": "Blue.", "rejected": "Green.", "pictures": ["a.png"]}
-    pair = read(tmp_path, row, "pairs", *words)
+    pair = read(tmp_path, row, "pairs", media_keys=MediaKeys(image="pictures"))
     assert [pair[name][0]["content"][0]["image"].path for name in (CHOSEN, REJECTED)] == [str(tmp_path / "a.png")] * 2
     late = [asked, SAID, asked, SAID]
     with pytest.raises(BadRow, match="rejected has media after the common messages"):

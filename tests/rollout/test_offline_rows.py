@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.columns import decode_tree
@@ -20,7 +22,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.offline_rows import OfflineRows
 from tests.data.chat_templates import FAMILIES, write_folder
-from tests.data.test_turn_templates import IDS, ODD, TOOL, calling, results
+from tests.data.test_tokenizer_media import own_item, shown
+from tests.data.test_turn_templates import ODD, TOOL, calling, results
 
 CONTEXT = 4000
 SAID = "I say 3."
@@ -160,7 +163,7 @@ def test_a_template_that_removes_thinking_forks_the_history(family: Callable[[st
         expected.append((it.ids(opened) + it.ids(answer), it.ids(answer)))
     found = segments(tree)
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    for (ids, mask), (_, answer) in zip(found, expected, strict=True):
+    for (_ids, mask), (_, answer) in zip(found, expected, strict=True):
         assert mask[-len(answer) :] == [True] * len(answer) and sum(mask) == len(answer)
     assert int(tree.loss_mask.sum()) == sum(len(answer) for _, answer in expected)
     assert len(tree.episodes) == 1 and len(tree.episodes[0].turns) == 3
@@ -187,3 +190,181 @@ def test_special_tokens_in_texts_are_plain_text(family: Callable[[str], Family])
     trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
     assert trained.count(end) == 1 and trained[-1] == end
     assert it.tokenizer.decode(trained) == f"{evil}<|im_end|>"
+
+
+def pair_ids(it: Family, asked: str, *answers: str) -> tuple[list[int], list[list[int]]]:
+    prompt = it.tokenizer.encode([user(asked)])
+    return prompt, [it.ids(it.answer([user(asked), says(answer)])[1]) for answer in answers]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_pair_shares_the_rows_of_its_prompt(name: str, family: Callable[[str], Family]) -> None:
+    it = family(name)
+    prompt, (good, bad) = pair_ids(it, "6 * 7?", "42", "4 2 ")
+    tree = tree_of(rows_of(it.tokenizer, "pairs"), {"prompt": "6 * 7?", "chosen": "42", "rejected": "4 2 "}, "pairs")
+    assert tree.token_ids.tolist() == prompt + good + bad
+    assert tree.loss_mask.tolist() == [False] * len(prompt) + [True] * len(good + bad)
+    assert [segments(tree, number)[0][0] for number in (0, 1)] == [prompt + good, prompt + bad]
+    assert [episode.reward for episode in tree.episodes] == [1.0, 0.0]
+    assert [episode.uid for episode in tree.episodes] == ["g00000000.0", "g00000000.1"]
+
+
+def test_earlier_answers_of_a_pair_s_prompt_are_not_trained(family: Callable[[str], Family]) -> None:
+    it = family("strips_thinking")
+    asked = [user("add 1"), says("2"), user("add 2")]
+    row = {"chosen": [*asked, says("4")], "rejected": [*asked, says("5"), user("sure?"), says("yes")]}
+    tree = tree_of(rows_of(it.tokenizer, "pairs"), row, "pairs")
+    texts = []
+    for number in (0, 1):
+        ((ids, mask),) = segments(tree, number)
+        assert ids[: len(it.tokenizer.encode(asked))] == it.tokenizer.encode(asked)
+        trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+        texts.append(it.tokenizer.decode(trained))
+    assert texts == ["4<|im_end|>", "5<|im_end|>yes<|im_end|>"]
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_labelled_row_has_its_label_as_the_reward(label: bool, family: Callable[[str], Family]) -> None:
+    it = family("role_marks")
+    tree = tree_of(rows_of(it.tokenizer, "labels"), {"prompt": "a", "completion": "b", "label": label}, "labels")
+    assert [episode.reward for episode in tree.episodes] == [float(label)]
+
+
+def test_a_group_has_the_columns_of_a_rollout_s_group(family: Callable[[str], Family]) -> None:
+    it = family("two_ends")
+    rows = rows_of(it.tokenizer, "pairs")
+    keys = OfflineKeys(kind="pairs", prompt="prompt", answer="answer")
+    row = offline_row({"prompt": "a", "chosen": "b", "rejected": "cde"}, keys, where="")
+    group = rows.group(row, where="", index=12, version=5)
+    assert (group.group_uid, group.index, group.versions) == ("g00000012", 12, [5, 5])
+    tree = decode_tree(group)
+    assert group.uids == [episode.uid for episode in tree.episodes]
+    assert tree.extras["advantages"].tolist() == [1.0] * int(tree.loss_mask.sum())
+    assert not tree.logprobs.any()
+    turns = [turn for episode in tree.episodes for turn in episode.turns]
+    assert {(turn.engine, turn.finish, turn.versions[0][0]) for turn in turns} == {("data", "stop", 5)}
+
+
+def test_plain_text_ends_with_the_token_that_ends_a_text(tmp_path: Path, family: Callable[[str], Family]) -> None:
+    it = family("text_arguments")  # <eos> ends a message, and no other token ends a text
+    text = "Once <eos> upon\n\n\na time "
+    plain = it.tokenizer.encode_plain(text)
+    ((ids, mask),) = segments(tree_of(rows_of(it.tokenizer), {"text": text}))
+    assert ids == [*plain, *it.ids("<eos>")] and mask == [False] + [True] * len(plain)
+    assert it.tokenizer.decode(ids) == f"{text}<eos>" and ids.count(ids[-1]) == 1
+
+
+def test_plain_text_begins_and_ends_as_the_tokenizer_of_a_family_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tests.data.test_family_tokenizers import llama_3
+
+    llama_3(tmp_path)
+    tokenizer = PromptTokenizer(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)("the quick fox")["input_ids"]
+    ((ids, mask),) = segments(tree_of(rows_of(tokenizer), {"text": "the quick fox"}))
+    assert [tokenizer.token_text(ids[at]) for at in (0, -1)] == ["<|begin_of_text|>", "<|end_of_text|>"]
+    assert ids[:-1] == expected and mask == [False] + [True] * len(expected)
+
+
+def test_answers_of_weight_0_and_greetings_are_not_trained(family: Callable[[str], Family]) -> None:
+    it = family("strips_thinking")
+    talk = [says("Hello!"), user("add 1"), says("3", weight=0), user("again"), says("2", weight=1)]
+    ((ids, mask),) = segments(tree_of(rows_of(it.tokenizer), {"messages": talk}))
+    prompt = it.tokenizer.encode(talk[:-1])
+    assert (ids[: len(prompt)], sum(mask)) == (prompt, len(it.ids("2<|im_end|>")))
+    with pytest.raises(BadRow, match="no message of the assistant") as refused:
+        tree_of(rows_of(it.tokenizer), {"messages": talk[:3]})
+    assert refused.value.reason == "bad_row:no_answer"
+
+
+def test_a_banned_token_in_a_trained_text_makes_a_bad_row(family: Callable[[str], Family]) -> None:
+    it = family("strips_thinking")
+    (banned,) = it.ids("#")
+    rows = rows_of(it.tokenizer, banned=[banned])
+    tree_of(rows, {"messages": [user("# allowed in a prompt"), says("b")]})
+    with pytest.raises(BadRow, match=r"here: .* #, which rollout\.banned_token_ids excludes") as refused:
+        tree_of(rows, {"messages": [user("a"), says("# b")]})
+    assert refused.value.reason == "bad_row:banned_token"
+
+
+def test_a_row_above_the_limit_of_tokens_is_too_long(family: Callable[[str], Family]) -> None:
+    it = family("strips_thinking")
+    messages = [user("a"), says("b")]
+    prompt, (answer,) = pair_ids(it, "a", "b")
+    count = len(prompt + answer)
+    for kind, row in (
+        ("demonstrations", {"messages": messages}),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ):
+        rows = OfflineRows(tokenizer=it.tokenizer, kind=kind, max_tokens=count)
+        tree_of(rows, row, kind)
+        rows = OfflineRows(tokenizer=it.tokenizer, kind=kind, max_tokens=count - 1)
+        with pytest.raises(BadRow, match=f"here: it has {count} tokens, and at most {count - 1}") as refused:
+            tree_of(rows, row, kind)
+        assert refused.value.reason == "too_long"
+    rows = OfflineRows(tokenizer=it.tokenizer, kind="demonstrations", max_tokens=100)
+    for row in ({"text": "a" * 50_000}, {"messages": [user("a"), says("b" * 50_000)]}):
+        with pytest.raises(BadRow) as refused:
+            tree_of(rows, row)
+        assert refused.value.reason == "too_long"
+
+
+def test_a_pair_with_the_same_tokens_makes_a_bad_row(family: Callable[[str], Family]) -> None:
+    it = family("role_marks")  # trims answers
+    with pytest.raises(BadRow, match="same tokens") as refused:
+        tree_of(rows_of(it.tokenizer, "pairs"), {"prompt": "a", "chosen": "b", "rejected": "b "}, "pairs")
+    assert refused.value.reason == "bad_row:identical"
+
+
+def test_messages_that_the_template_refuses_make_a_bad_row(family: Callable[[str], Family]) -> None:
+    it = family("drops_content")
+    two = {**calling(it.family, 2)}
+    with pytest.raises(BadRow, match=r"here: the chat template refuses it: .*one call at once") as refused:
+        tree_of(rows_of(it.tokenizer), {"messages": [user("a"), two]})
+    assert refused.value.reason == "bad_row:template"
+
+
+def test_media_have_their_rows_in_each_prompt(tmp_path: Path) -> None:
+    from relax_core.tools.tiny_text import write_tiny_tokenizer
+
+    write_tiny_tokenizer(tmp_path, vision=True)
+    tokenizer = PromptTokenizer(tmp_path)
+    picture, clip = own_item(tokenizer, "image"), own_item(tokenizer, "video")
+    talk = [
+        {"role": "user", "content": [shown("image"), {"type": "text", "text": "1"}]},
+        says("2"),
+        {"role": "user", "content": [{"type": "text", "text": "3"}, shown("video")]},
+        says("4"),
+    ]
+    rows = rows_of(tokenizer)
+    assert [source.kind for source in rows.sources({"messages": talk})] == ["image", "video"]
+    tree = rows.tree({"messages": talk}, where="", uid="g", version=0, items=[picture, clip])
+    check_tree(tree)
+    first, _ = tokenizer.place_items(tokenizer.encode(talk[:1]), [picture])
+    answer = tokenizer.encode_text("2<|im_end|>")
+    whole, media = TurnTokens(tokenizer, talk[:1]).next_prompt(first, answer, talk[2:3], [clip])
+    assert tree.token_ids.tolist() == whole + tokenizer.encode_text("4<|im_end|>")
+    assert [(medium.item, medium.start) for medium in tree.media[1:]] == [(clip, media[0].start)]
+    with pytest.raises(BadRow, match="has 2 items of media, and 0 were encoded"):
+        rows.tree({"messages": talk}, where="", uid="g", version=0)
+    pair = {"chosen": talk[:2], "rejected": [talk[0], says("5")]}
+    made = rows_of(tokenizer, "pairs").tree(pair, where="", uid="g", version=0, items=[picture])
+    check_tree(made)
+    assert [medium.item for medium in made.media] == [picture]
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30).map(str.strip).filter(bool)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(TEXTS.filter(lambda text: "</think>" not in text), min_size=2, max_size=6))
+def test_trained_rows_have_the_texts_of_the_assistant(texts: list[str], family: Callable[[str], Family]) -> None:
+    messages = [says(text) if number % 2 else user(text) for number, text in enumerate(texts)]
+    said = texts[1::2]
+    for name, end in (("strips_thinking", "<|im_end|>"), ("two_ends", "<said><turn_end>"), ("text_arguments", "<eos>")):
+        it = family(name)
+        tree = tree_of(rows_of(it.tokenizer), {"messages": messages})
+        turns = [tree.token_ids[turn.start : turn.end].tolist() for turn in tree.episodes[0].turns]
+        assert [it.tokenizer.decode(ids) for ids in turns] == [text + end for text in said]
+        assert int(tree.loss_mask.sum()) == sum(map(len, turns)) and len(tree.episodes[0].leaves) == 1
