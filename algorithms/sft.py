@@ -53,9 +53,8 @@ def loss(inputs: LossInputs, config: SftConfig) -> LossOutputs:
 
     With ``token_weight`` "dft" each token has the weight sg(π), where sg stops the gradient (DFT, arXiv 2508.05629).
     """
-    surprisal = -inputs.logprobs
-    weights = inputs.logprobs.detach().exp() if config.token_weight == "dft" else 1.0
-    per_token = (weights * surprisal).masked_fill(~inputs.loss_mask, 0.0)
+    surprisal = -inputs.logprobs.masked_fill(~inputs.loss_mask, 0.0)
+    per_token = (-surprisal.detach()).exp() * surprisal if config.token_weight == "dft" else surprisal
     trained = inputs.of_trained(surprisal.detach())
     count = trained.new_tensor(float(len(trained)))
     return LossOutputs(

@@ -27,6 +27,7 @@ def answers_tree(
     kept: KeptTokens | None = None,
     routed_experts: np.ndarray | None = None,
     ended: str = "stop",
+    engine: str = "engine-0",
     **extras: np.ndarray,
 ) -> TokenTree:
     """Returns a prompt with its answers. Each answer is one episode. ``answer_ids``, ``logprobs``, ``loss_mask``,
@@ -51,7 +52,7 @@ def answers_tree(
             for version in dict.fromkeys(own_versions[first:last].tolist())
         ]
         reward = 0.0 if rewards is None else float(rewards[place])
-        turn = Turn(first, last, "engine-0", runs, ended)
+        turn = Turn(first, last, engine, runs, ended)
         episodes.append(Episode(f"{uid}.{place}", [last - 1], reward, {"exact": float(reward == 1.0)}, [turn], ended))
     tree = TokenTree(
         group_uid=uid,

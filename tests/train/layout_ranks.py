@@ -15,14 +15,15 @@ import torch
 from tiny_models import VOCABULARY, make_model
 from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, parallel_config, train_step
 
+from algorithms import dpo
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.tree import OF_DATA, TokenTree
 from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
 from tests.train.rank_server import run_alone_and_on_two_ranks
-from tests.trees import answer_ids, random_tree, with_tokens
+from tests.trees import answer_ids, answers_tree, random_tree, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -33,8 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TOP_K = 3
 
 
-def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
-    """Computes a loss on the teacher's tokens if the batch has them, otherwise PPO's clipped loss."""
+def loss_of_batch(inputs: LossInputs, config: Any) -> LossOutputs:
+    """Computes DPO's loss with a reference, a loss on the teacher's tokens with a teacher, otherwise PPO's clip."""
+    if inputs.reference_logprobs is not None:
+        return dpo.loss(inputs, dpo.DpoConfig(beta=2.0, sft_coef=0.5))
     if inputs.top_logprobs is None:
         return clip_loss(inputs, CONFIG)
     inside = inputs.top_logprobs > OUTSIDE
@@ -59,6 +62,19 @@ def tree_batches() -> list[list[TokenTree]]:
     random = np.random.default_rng(11)
     trees = [random_tree(random, uid=f"g{place}", roots=2, turns=2, vocabulary=VOCABULARY) for place in range(3)]
     return [trees[:2], trees[2:]]
+
+
+def pair_batches() -> list[list[TokenTree]]:
+    """Makes pairs of responses from data rows, with log-probs of a reference."""
+    random = np.random.default_rng(12)
+
+    def pair(place: int, *lengths: int) -> TokenTree:
+        prompt, answers = random.integers(0, VOCABULARY, 5), random.integers(0, VOCABULARY, sum(lengths))
+        reference = -3 * random.random(len(answers), dtype=np.float32)
+        extras = {"reference_logprobs": reference, "advantages": np.ones(len(answers), dtype=np.float32)}
+        return answers_tree(f"g{place}", prompt, lengths, answers, engine=OF_DATA, **extras)
+
+    return [[pair(0, 7, 2), pair(1, 3, 3), pair(2, 1, 6)], [pair(3, 4, 9)]]
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -99,7 +115,12 @@ def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 
     seen["kept_logprobs"] = [scores.top_logprobs.tolist() for scores in kept]
     seen["tree_logprobs"] = [logprobs.tolist() for groups in tree_batches() for logprobs in backend.logprobs(groups)]
     with_teachers = [[*map(with_teacher, groups)] for groups in batches]
-    for name, groups in (("plain", batches), ("teacher", with_teachers), ("trees", tree_batches())):
+    for name, groups in (
+        ("plain", batches),
+        ("teacher", with_teachers),
+        ("trees", tree_batches()),
+        ("pairs", pair_batches()),
+    ):
         metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))
         del metrics["timings_ms"]
         seen[name] = metrics
@@ -110,7 +131,7 @@ def build(folder: Path, **overrides: Any) -> MegatronBackend:
     backend = make_backend(
         folder,
         optimizer={"eps": 1e-2},
-        algorithm=dataclasses.replace(PPO_CLIP, loss=loss_with_teacher),
+        algorithm=dataclasses.replace(PPO_CLIP, loss=loss_of_batch),
         timeout_s=300.0,
         **overrides,
     )

@@ -30,7 +30,7 @@ def of_both_ranks(folder: Path, layout: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text())[layout] for rank in range(2)]
 
 
-@pytest.mark.parametrize("update", ["plain", "teacher", "trees"])
+@pytest.mark.parametrize("update", ["plain", "teacher", "trees", "pairs"])
 def test_metrics_are_the_single_process_and_equal_on_all_ranks(folder: Path, layout: str, update: str) -> None:
     expected = json.loads((folder / "single.json").read_text())[update]
     first, second = (seen[update] for seen in of_both_ranks(folder, layout))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
-from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.tree import OF_DATA, TokenTree
 from relax_core.train.megatron_rank import micro_batch_totals
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree, piece_of, split_over_ranks
 from tests.trees import answer_ids, answers_tree, of_tokens, path_of, prompt_of, random_tree, with_tokens
@@ -291,6 +291,21 @@ def test_a_group_that_is_larger_than_the_budget_is_cut_by_episodes() -> None:
     batches = batches_of([big], [], 16, 2)
     assert names(batches) == [["g1.0", "g1.1", "g1.2", "g1.3"], ["g1.4"]]
     assert names(split_over_ranks(batches[0], 2)) == [["g1.0", "g1.1"], ["g1.2", "g1.3"]]
+
+
+def test_a_group_of_a_data_row_is_never_cut() -> None:
+    """The loss compares the episodes of such a group. 40 rows exceed the budget, and the group stays whole."""
+    pairs = [answers_tree(f"g{n}", np.zeros(6), [17, 17], np.zeros(34), engine=OF_DATA) for n in range(3)]
+
+    def whole(parts: list[list[TokenTree]]) -> list[list[str]]:
+        assert all(len(tree.episodes) == 2 for part in parts for tree in part)
+        return [[tree.group_uid for tree in part] for part in parts]
+
+    assert whole(batches_of(pairs, [], 16, 1)) == [["g0"], ["g1"], ["g2"]]
+    assert whole(batches_of(pairs, [], 80, 1)) == [["g0", "g1"], ["g2"]]
+    (batch,) = [batch for batch in batches_of(pairs, [], 1000, 2) if batch]
+    assert whole(split_over_ranks(batch, 2)) == [["g0", "g1"], ["g2"]]
+    assert whole(split_over_ranks(batch, 4)) == [["g0"], ["g1"], ["g2"], []]
 
 
 def test_the_first_piece_with_a_trained_row_counts_as_the_group() -> None:
