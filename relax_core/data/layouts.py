@@ -66,11 +66,12 @@ def offline_row(row: Mapping[str, Any], keys: OfflineKeys, *, where: str) -> Dat
     if layout is None:
         raise BadRow.because("missing_key", _no_layout(row, keys, where))
     made = {**row, **_tools(row, where)}
-    if layout == (TEXT,):
-        text = given[TEXT]
+    name = layout[0]
+    if keys.kind == "demonstrations" and len(layout) == 1 and name.rpartition(".")[2] == TEXT:
+        text = given[name]
         if not isinstance(text, str) or not text.strip():
-            raise BadRow.because("empty", f"{where}: {TEXT}={_short(text)} is not a text, or it is empty.")
-        return made | {"prompt": text, "answer": ""}
+            raise BadRow.because("empty", f"{where}: {name}={_short(text)} is not a text, or it is empty.")
+        return made | {TEXT: text, "prompt": text, "answer": ""}
     if keys.kind == "pairs":
         made |= _pair(given, row, layout, keys, where)
     else:
@@ -96,11 +97,10 @@ def _layout(names: Collection[str], keys: OfflineKeys) -> tuple[str, ...] | None
     for answer in (keys.answer, COMPLETION):
         if keys.prompt in names and answer in names:
             return keys.prompt, answer
-    for whole in CONVERSATIONS:
+    named = (keys.prompt,) if keys.prompt != "prompt" else ()  # a column that the user names has whole conversations
+    for whole in (*named, *CONVERSATIONS):
         if whole in names:
             return (whole,)
-    if keys.prompt in names and keys.prompt != "prompt":  # a column of another name with whole conversations
-        return (keys.prompt,)
     return (TEXT,) if keys.kind == "demonstrations" and TEXT in names else None
 
 

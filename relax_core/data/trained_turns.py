@@ -20,6 +20,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
 
 ASSISTANT = "assistant"
+_THINK, _THOUGHT = "<think>", "</think>"
 _ASKED = {"role": "user", "content": "1 + 1?"}
 
 Messages = Sequence[Mapping[str, Any]]
@@ -93,18 +94,38 @@ class ConversationTokens:
     def _answer(self, messages: Messages, opened: str, tools: Sequence[Mapping[str, Any]] | None) -> _Answer:
         """Returns the last message of ``messages`` as the text that follows ``opened``."""
         whole = self._render(messages, tools, opens=False)
-        if not whole.startswith(opened):
+        if whole.startswith(opened):
+            text = whole[len(opened) :]
+        elif (thought := self._with_thinking(messages[-1], opened, whole)) is not None:
+            text = thought
+        else:
             raise ValueError(
                 f"the chat template opens an answer with {opened[-30:]!r}, and writes this answer without that text. "
-                "Set data.chat_template_kwargs so that both agree, or give the answer's thinking"
+                "Set data.chat_template_kwargs so that both agree; if the text begins thinking, give answers with "
+                "<think>…</think>"
             )
-        text = whole[len(opened) :]
         for start, end in self._tokenizer.special_spans(text):
             if (stop := self._stops.get(text[start:end])) is not None:
                 return _Answer(text=text[:start], stop=stop, ends=True)
         return _Answer(
             text=text, stop=self._stop_before("tool" if messages[-1].get("tool_calls") else "user"), ends=False
         )
+
+    def _with_thinking(self, message: Mapping[str, Any], opened: str, whole: str) -> str | None:
+        """Returns an answer with its thinking, for a template that begins thinking and removes it from answers.
+
+        DeepSeek-R1's template does so. Returns None for another template, and for an answer without thinking.
+        """
+        begin = opened.rstrip()
+        content = self._tokenizer.hidden(message)["content"]
+        if not begin.endswith(_THINK) or not isinstance(content, str) or _THOUGHT not in content:
+            return None
+        shown = content.rpartition(_THOUGHT)[2].strip()
+        before, found, behind = whole.rpartition(shown) if shown else ("", "", "")
+        if not found or before.strip() != begin.removesuffix(_THINK).strip():
+            return None
+        thought = content.strip().removeprefix(_THINK)
+        return (thought.lstrip() if opened != begin else thought) + behind
 
     def _found_stop_before(self, role: str) -> int:
         return self._stops[TurnTokens(self._tokenizer, [_ASKED]).stop_before(role)]

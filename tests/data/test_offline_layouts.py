@@ -107,6 +107,14 @@ def test_labels_are_booleans(tmp_path: Path, label: Any, expected: bool) -> None
 
 def test_plain_text_is_kept(tmp_path: Path) -> None:
     assert read(tmp_path, {"text": " Once\n", "url": "x"})[TEXT] == " Once\n"
+    assert read(tmp_path, {"extra": {"text": "Once"}, "text": "no"}, prompt_key="extra.text")[TEXT] == "Once"
+
+
+def test_a_column_that_the_user_names_precedes_the_usual_columns(tmp_path: Path) -> None:
+    row = {"messages": [ASKED, OTHER], "other": TALK, "text": "no"}
+    assert read(tmp_path, row, prompt_key="other")[MESSAGES] == TALK
+    with pytest.raises(BadRow, match="other='What is it' is not a list of messages"):
+        read(tmp_path, row | {"other": "What is it"}, prompt_key="other")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])

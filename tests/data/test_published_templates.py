@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from relax_core.contracts.tree import check_tree
 from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
+from relax_core.rollout.offline_rows import OfflineRows
 from tests.data.chat_templates import Family, write_folder
 from tests.data.test_turn_templates import ODD, OPENING, TOOL, calling, results
 
@@ -97,9 +99,9 @@ class Rendering:
         self.own, self.tokenizer = own, PromptTokenizer(folder)
         self._theirs = AutoTokenizer.from_pretrained(folder)
 
-    def whole(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+    def whole(self, messages: list[dict[str, Any]], tools: Any = None, *, opens: bool = True) -> str:
         """Returns transformers' rendering of a conversation."""
-        text = self._theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        text = self._theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=opens, tokenize=False)
         assert isinstance(text, str)
         return text
 
@@ -146,6 +148,42 @@ def test_results_of_tools_follow_their_calls(name: str, templates: Any, tmp_path
         behind = whole[len(opened) :]
         end = min(behind.find(stop) + len(stop) for stop in own.stops if stop in behind)
         assert rendering.next_prompt(behind[:end], observed, [TOOL]) == whole
+
+
+@pytest.mark.parametrize("name", [*WITH_TOOLS, *WITHOUT_TOOLS])
+def test_answers_of_data_rows_are_trained_after_the_generation_prompt(
+    name: str, templates: Any, tmp_path: Path
+) -> None:
+    """The last answer follows the prompt that transformers renders, and has the text that transformers writes after it,
+    up to the stop token. A template without end tokens writes the stop token before the next message only.
+    """
+    own = (WITH_TOOLS | WITHOUT_TOOLS)[name]
+    rendering = Rendering(name, own, templates, tmp_path / "model")
+    rows = OfflineRows(tokenizer=rendering.tokenizer, kind="demonstrations", max_tokens=4000)
+    talk = [*OPENING, {"role": "assistant", "content": SAID}, {"role": "user", "content": ODD}]
+    answer = {"role": "assistant", "content": "I say 4."}
+    for tools in ([TOOL], None) if name in WITH_TOOLS else (None,):
+        opened = rendering.whole(talk, tools)
+        behind = rendering.whole([*talk, answer, {"role": "user", "content": "more"}], tools).rpartition("I say 4.")[2]
+        closing = rendering.whole([*talk, answer], tools, opens=False).rpartition("I say 4.")[2]
+        ends = [closing.find(stop) + len(stop) for stop in own.stops if stop in closing]
+        tree = rows.tree({"messages": [*talk, answer], "tools": tools}, where="", uid="g", version=0)
+        check_tree(tree)
+        path = tree.path(tree.episodes[0].leaves[-1])
+        turn = tree.episodes[0].turns[-1]
+        trained = rendering.tokenizer.decode(tree.token_ids[turn.start : turn.end].tolist())
+        shown = closing[: min(ends)] if ends else next(stop for stop in own.stops if behind.startswith(stop))
+        assert trained.endswith(f"I say 4.{shown}")
+        assert rendering.whole([*talk, answer], tools, opens=False).startswith(
+            opened + trained.partition("I say 4.")[0]
+        )
+        if len(tree.episodes[0].leaves) == 2:  # a rewritten history is rendered as a whole
+            assert rendering.tokenizer.decode(tree.token_ids[path].tolist()) == opened + trained
+        else:
+            first = tree.episodes[0].turns[0]
+            sampled = rendering.tokenizer.decode(tree.token_ids[first.start : first.end].tolist())
+            following = rendering.next_prompt(sampled, talk[-1:], tools)
+            assert rendering.tokenizer.decode(tree.token_ids[path].tolist()) == following + trained
 
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)

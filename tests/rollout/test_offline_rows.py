@@ -169,16 +169,33 @@ def test_a_template_that_removes_thinking_forks_the_history(family: Callable[[st
     assert len(tree.episodes) == 1 and len(tree.episodes[0].turns) == 3
 
 
-def test_a_generation_prompt_that_the_answer_lacks_makes_a_bad_row(tmp_path: Path) -> None:
-    """As DeepSeek-R1's template, which opens <think> and writes answers without thinking."""
+def test_a_template_that_begins_thinking_and_removes_it_needs_answers_with_thinking(tmp_path: Path) -> None:
+    """As DeepSeek-R1's template."""
     from dataclasses import replace
 
     base = FAMILIES["two_ends"]
-    opens = base.template.replace("'<start>assistant<is>'", "'<start>assistant<is><think>'")
-    tokenizer = PromptTokenizer(write_folder(tmp_path / "model", replace(base, template=opens)))
-    with pytest.raises(BadRow, match=r"here: .*<think>.*data\.chat_template_kwargs") as refused:
-        tree_of(rows_of(tokenizer), {"messages": [user("1"), says("2")]})
-    assert refused.value.reason == "bad_row:template"
+    opens = base.template.replace("'<start>assistant<is>'", "'<start>assistant<is><think>\\n'")
+    removes = opens.replace("m.content +", "m.content.split('</think>')[-1].strip() +")
+    tokenizer = PromptTokenizer(write_folder(tmp_path / "model", replace(base, template=removes)))
+    talk = [
+        user("1"),
+        says("<think>\nhm\n</think>\n\nNo."),
+        user("2"),
+        says("ho</think>So."),
+        user("3"),
+        says("a</think> "),
+    ]
+    tree = tree_of(rows_of(tokenizer), {"messages": talk[:4]})
+    answers = ["hm\n</think>\n\nNo.<said><turn_end>", "ho</think>So.<said><turn_end>"]
+    found = segments(tree)
+    assert [ids for ids, _ in found] == [
+        tokenizer.encode(talk[:end]) + tokenizer.encode_text(answer)
+        for end, answer in zip((1, 3), answers, strict=True)
+    ]
+    for row in ({"messages": [user("1"), says("2")]}, {"messages": talk}):
+        with pytest.raises(BadRow, match=r"here: .*<think>.*data\.chat_template_kwargs") as refused:
+            tree_of(rows_of(tokenizer), row)
+        assert refused.value.reason == "bad_row:template"
 
 
 def test_special_tokens_in_texts_are_plain_text(family: Callable[[str], Family]) -> None:
