@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from relax_core.config.schema import DataConfig
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.untrusted_files import open_regular
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin, open_plugin_rows
@@ -22,18 +23,19 @@ SETTLED_S = 0.1  # if a file's last write is older than this, its next change ge
 _known: dict[tuple[str, int, int, int], str] = {}
 
 
-def data_digest(config: DataConfig) -> str:
+def data_digest(config: DataConfig, *, offline: Offline | None = None) -> str:
     """Returns the xxh3-128, in hex, of the training data's content.
 
     The digest covers the training files in order, their weights and the held-out file, or a plug-in's rows
-    (`PluginRows.digest`). It is empty for a generated task. Files are hashed as in `file_digest`. Raises ValueError as
-    `data_parts` and `open_plugin_rows` do, and OSError for a file that cannot be read.
+    (`PluginRows.digest`); ``offline`` is their kind if they are trained without engines. It is empty for a generated
+    task. Files are hashed as in `file_digest`. Raises ValueError as `data_parts` and `open_plugin_rows` do, and OSError
+    for a file that cannot be read.
     """
     if config.task is not None:
         return ""
     hasher = xxhash.xxh3_128()
     if names_plugin(config):
-        hasher.update(f"plug-in {open_plugin_rows(config).digest()}\n".encode())
+        hasher.update(f"plug-in {open_plugin_rows(config, offline=offline).digest()}\n".encode())
     else:
         for part in data_parts(config):
             hasher.update(f"part {part.weight}\n".encode())

@@ -51,7 +51,7 @@ def read(
     return found
 
 
-LAYOUTS: list[tuple[dict[str, Any], dict[str, str]]] = [
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"messages": TALK}, {}),
     ({"messages": json.dumps(TALK)}, {}),
     ({"conversations": SHAREGPT}, {}),

@@ -176,3 +176,20 @@ def test_the_name_of_a_run_has_no_path_of_its_source(tmp_path: Path, monkeypatch
     monkeypatch.chdir(Path(SQLITE).parent)
     words = plugin_error_text(str(tmp_path / "rows.db"))[1:]
     assert load_config(["data.name=sqlite_source.py", *words, "data.eval_size=8", "eval.rows=8"]).data.name == SQLITE
+
+
+def test_rows_for_training_without_engines_are_read_and_digested(tmp_path: Path) -> None:
+    talks = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in ("b", "c")]
+    digests = set()
+    for number, talk in enumerate(talks):
+        own = OWN.replace('{"prompt": f"p{number}", "answer": number}', f'{{"messages": {talk}}}')
+        file = tmp_path / f"own{number}.py"
+        file.write_text(own.replace("HELD_OUT", "None").replace("OPENED", "Rows()"))
+        config = load_config([f"data.name={file}", "data.eval_size=0", "eval.every=0", "model.task=arithmetic"]).data
+        source = make_source(config, seed=0, eval_rows=0, offline="demonstrations")
+        assert source.numbered(0)["messages"] == talk
+        for bad in (1, 2):
+            with pytest.raises(BadRow, match=rf"own{number}\.py, row {bad}: "):
+                source.numbered(bad)
+        digests.add(data_digest(config, offline="demonstrations"))
+    assert len(digests) == 2

@@ -163,7 +163,7 @@ def test_a_template_that_removes_thinking_forks_the_history(family: Callable[[st
         expected.append((it.ids(opened) + it.ids(answer), it.ids(answer)))
     found = segments(tree)
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    for (_ids, mask), (_, answer) in zip(found, expected, strict=True):
+    for (_path, mask), (_whole, answer) in zip(found, expected, strict=True):
         assert mask[-len(answer) :] == [True] * len(answer) and sum(mask) == len(answer)
     assert int(tree.loss_mask.sum()) == sum(len(answer) for _, answer in expected)
     assert len(tree.episodes) == 1 and len(tree.episodes[0].turns) == 3
@@ -310,10 +310,11 @@ def test_a_row_above_the_limit_of_tokens_is_too_long(family: Callable[[str], Fam
     messages = [user("a"), says("b")]
     prompt, (answer,) = pair_ids(it, "a", "b")
     count = len(prompt + answer)
-    for kind, row in (
+    cases: list[tuple[Offline, dict[str, Any]]] = [
         ("demonstrations", {"messages": messages}),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}),
-    ):
+    ]
+    for kind, row in cases:
         rows = OfflineRows(tokenizer=it.tokenizer, kind=kind, max_tokens=count)
         tree_of(rows, row, kind)
         rows = OfflineRows(tokenizer=it.tokenizer, kind=kind, max_tokens=count - 1)
@@ -371,7 +372,7 @@ def test_media_have_their_rows_in_each_prompt(tmp_path: Path) -> None:
     assert [medium.item for medium in made.media] == [picture]
 
 
-TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30).map(str.strip).filter(bool)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).map(str.strip).filter(bool)
 
 
 @settings(max_examples=60, deadline=None)
