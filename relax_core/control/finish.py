@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_core.bus.ledger_reader import LedgerFile
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
 from relax_core.control.recoveries import RunFailed
@@ -145,11 +146,13 @@ def write_outcome(outcome: Outcome, config: RelaxConfig, *, started: float) -> d
     assert outcome.records is not None
     word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
-    meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
+    # Without engines, a single feeder determines the order of the rows, whatever their timing.
+    repeatable = config.repeatable or (offline_rows(config) is not None and config.rollout.workers == 1)
+    meta |= {"seed": config.seed, "repeatable": repeatable, "recoveries": list(outcome.recoveries)}
     meta |= {"keep_best": config.run.keep_best, "stragglers": list(outcome.stragglers)}
     if config.gateway.name != "none":
         run_dir = Path(config.run.dir)
-        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
+        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=repeatable)
     if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # the env runs the model's code
         meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.model_checks import frozen_parts, textless_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
@@ -120,9 +121,10 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 def context_notes(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns sentences about the tokens of one sample, the banned tokens, and the date in prompts."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
-    words = [
-        f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."
-    ]
+    parts = f"a sample: {context - new} for the prompt, {new} for the response"
+    if offline_rows(config) is not None:
+        parts = "a data row"
+    words = [f"engine.context_length={context} tokens {parts}."]
     if config.model.path is not None:
         with suppress(ValueError, OSError):  # the folder's check reports problems
             words += _folder_notes(config, Path(config.model.path))
@@ -220,6 +222,8 @@ def credit_notes(config: RelaxConfig, work: Workload) -> list[str]:
     spares = config.rollout.spare_prompts
     kept = config.rollout.surplus is Surplus.keep
     credits = (staleness + 1) * groups + spares * (1 if kept else staleness + 1)
+    if offline_rows(config) is not None:
+        return [f"At most {credits} data rows are read and not yet trained."]
     turns = " Rollout and trainer alternate." if config.mode.name is ModeName.colocate else ""
     return [
         f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_groups_text(spares, kept)} = at most "

@@ -431,6 +431,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"sum of all peaks: {size_text(plan.total_bytes)}{free}"
     if plan.host_bytes:
         yield f"host memory of a node for the trainer's state: {size_text(plan.host_bytes)}"
+    if "engine" not in plan.roles:
+        return
     fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
     yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
 
@@ -455,11 +457,12 @@ def _transfers(plan: Plan) -> Iterator[str]:
             f"kept sets: {transfers.kept_set_bytes} bytes a sampled token and "
             f"{size_text(transfers.kept_step_bytes)} a train step at most; a set of n tokens takes 4 + 4 n bytes"
         )
-    yield (
-        f"weights: {size_text(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
-        f"versions take {size_text(transfers.published_bytes)} at most"
-    )
-    yield f"to the engines by {transfers.transport}: {transfers.transport_reason}"
+    if "engine" in plan.roles:
+        yield (
+            f"weights: {size_text(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; "
+            f"published versions take {size_text(transfers.published_bytes)} at most"
+        )
+        yield f"to the engines by {transfers.transport}: {transfers.transport_reason}"
     yield (
         f"checkpoint: {size_text(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
         f"{size_text(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
