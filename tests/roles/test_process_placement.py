@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,3 +113,22 @@ class Rank:
         import ray
 
         return str(ray.get_runtime_context().get_placement_group_id())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "place", "roles"),
+    [
+        ("sft", "separate", {"actor": 1, "rollout": 1}),
+        ("dpo", "separate", {"actor": 1, "rollout": 1, "reference": 1}),
+        ("dpo", "actor", {"actor": 1, "rollout": 1}),
+    ],
+)
+def test_an_algorithm_on_data_rows_has_no_engine_and_no_role_for_advantages(
+    algorithm: str, place: str, roles: dict[str, int], tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.touch()
+    words = [f"algo={algorithm}", f"placement.forward={place}", "data=file", f"data.path={data}", "engine.count=2"]
+    config = load_config([*words, "model.task=reverse_digits"])
+    assert roles_of(config) == roles
+    assert actor_columns(config) == ((c.REFERENCE_LOGPROBS,) if place == "actor" else ())
