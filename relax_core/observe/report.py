@@ -377,7 +377,10 @@ def picture_figure(**settings: Any) -> Figure:
 
 
 def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
-    """Plots reward and share of exact answers over train steps, for training and held-out prompts. Returns ``path``.
+    """Plots two metrics over train steps, for training and held-out prompts. Returns ``path``.
+
+    The metrics are the reward and the share of exact answers; for an algorithm on data rows, the loss and another
+    metric.
 
     The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
     """
@@ -390,14 +393,17 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
 
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     axes = figure.subplots(1, 2)
-    names = {"reward": "mean reward", "exact": "share of exact answers"}
+    names, held_out = {"reward": "mean reward", "exact": "share of exact answers"}, "held-out prompts, greedy"
     if not any("reward" in values for values in (*training.values(), *evaluation.values())):
         other = next(
             (name for values in evaluation.values() for name in values if name in _OFFLINE_CURVES), "grad_norm"
         )
-        names = {"loss": "loss", other: other.replace("_", " ")}
+        names, held_out = {"loss": "loss", other: other.replace("_", " ")}, "held-out rows"
     for axis, (name, title) in zip(axes, names.items(), strict=True):
-        _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))
+        curve = _points(training, name)
+        if not curve[0]:
+            curve = _points(training, f"algorithm/{name}")
+        _draw(axis, training=curve, evaluation=_points(evaluation, name), held_out=held_out)
         axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
     shadow = _points(evaluation, "shadow")
     if shadow[0]:
@@ -417,7 +423,13 @@ def _points(values: dict[int, dict[str, float]], name: str) -> tuple[list[int], 
     return steps, [values[step][name] for step in steps]
 
 
-def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tuple[list[int], list[float]]) -> None:
+def _draw(
+    axis: Axes,
+    *,
+    training: tuple[list[int], list[float]],
+    evaluation: tuple[list[int], list[float]],
+    held_out: str,
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps, values = training
@@ -437,7 +449,7 @@ def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tu
     steps, values = evaluation
     if steps:
         style: dict[str, Any] = {"color": ORANGE, "marker": "o", "markersize": 6, "linewidth": 1.2, "linestyle": "--"}
-        axis.plot(steps, values, label="held-out prompts, greedy", **style)
+        axis.plot(steps, values, label=held_out, **style)
     axis.set_xlabel("train step", fontsize=11, color=GREY)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.tick_params(labelsize=10, colors=GREY)
