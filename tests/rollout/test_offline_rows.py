@@ -163,8 +163,8 @@ def test_a_template_that_removes_thinking_forks_the_history(family: Callable[[st
         expected.append((it.ids(opened) + it.ids(answer), it.ids(answer)))
     found = segments(tree)
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    for (_path, mask), (_whole, answer) in zip(found, expected, strict=True):
-        assert mask[-len(answer) :] == [True] * len(answer) and sum(mask) == len(answer)
+    for (_path, mask), (_whole, said) in zip(found, expected, strict=True):
+        assert mask[-len(said) :] == [True] * len(said) and sum(mask) == len(said)
     assert int(tree.loss_mask.sum()) == sum(len(answer) for _, answer in expected)
     assert len(tree.episodes) == 1 and len(tree.episodes[0].turns) == 3
 
