@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from relax_core.config.engine_checks import engine_count
+from relax_core.config.engine_checks import engine_count, offline_rows
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import BusProgress
 from relax_core.contracts.outage import is_exhausted
@@ -135,7 +135,7 @@ def _in_session(
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 restarted=attempt.number > 0,
-                data_digest=data_digest(config.data),
+                data_digest=data_digest(config.data, offline=offline_rows(config)),
                 teacher_folders=folders.teachers,
                 judge_folders=folders.judges,
                 gpus=visible_gpus(config.placement),

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.learning_rate_schedule import learning_rate_jump_message
 from relax_core.config.saved_config import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes, plain
 from relax_core.config.schema import DtypeByMachine, RelaxConfig
@@ -100,7 +101,7 @@ def _compare(found: ValidCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     """
     before, now = _saved(found), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
-    digest_now = data_digest(config.data) if digest else ""
+    digest_now = data_digest(config.data, offline=offline_rows(config)) if digest else ""
     moved = DATA_LOCATION_KEYS if digest and digest_now == digest else ()
     # The run takes these values from the checkpoint.
     date = () if config.data.template_date else ("data.template_date",)

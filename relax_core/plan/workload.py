@@ -280,7 +280,7 @@ def _mean_prompt(config: RelaxConfig, media: PromptMedia | None, *, prompt: int)
 
 def _prompts(config: RelaxConfig) -> Iterator[object]:
     """Yields the prompts of the first usable rows."""
-    rows, count = file_rows(config.data)
+    rows, count = file_rows(config.data, offline=offline_rows(config))
     for number in range(min(_LOOKED_AT, count)):
         with suppress(BadRow):
             yield rows[number]["prompt"]
