@@ -235,13 +235,16 @@ def _tensor_bytes(spec: TensorSpec, version: int) -> int:
     return math.prod(spec.shape) * dtype.itemsize
 
 
-def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(
+    manifest: WeightManifest, *, with_frozen: bool = True, merge_on: torch.device | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Compares all digests, then yields (name, tensor). The tensors are views of the file: copy tensors that you keep.
 
     Tensors in `WeightManifest.kept` come first, or are left out. Each tensor with LoRA factors is computed from the
-    frozen file and from the factors; it is a new tensor, and only one at a time is in memory. All errors are raised
-    before the first tensor: `DigestMismatch` if a digest of a bucket or of the manifest differs, FileNotFoundError if
-    the version is old and was removed, and ValueError for impossible values in the manifest.
+    frozen file and from the factors on the device ``merge_on`` (None: CPU); it is a new tensor, and only one at a
+    time is in memory. All errors are raised before the first tensor: `DigestMismatch` if a digest of a bucket or of the
+    manifest differs, FileNotFoundError if the version is old and was removed, and ValueError for impossible values in
+    the manifest.
     """
     frozen = manifest.frozen
     if frozen is not None and (frozen.frozen is not None or frozen.factors):
@@ -264,7 +267,9 @@ def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Itera
         else:
             yield name, tensor
     for name, scale in manifest.factors.items():
-        yield name, merged(base[name], factors[name + FACTOR_A], factors[name + FACTOR_B], scale)
+        parts = (base[name], factors[name + FACTOR_A], factors[name + FACTOR_B])
+        weight, a, b = parts if merge_on is None else (part.to(merge_on) for part in parts)
+        yield name, merged(weight, a, b, scale)
 
 
 def _checked_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:

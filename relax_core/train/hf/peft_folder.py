@@ -1,4 +1,4 @@
-"""Writes and reads LoRA factors as a PEFT folder: adapter_config.json and adapter_model.safetensors.
+"""Writes, reads and merges LoRA factors in a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
 PEFT names the factors of a module ``base_model.model.MODULE.lora_A.weight`` and ``….lora_B.weight``. Source: PEFT
 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py` (https://github.com/huggingface/peft).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from relax_core.families.folder import ADAPTER_FILE
 from relax_core.train.checkpoints.checkpoint_store import atomic_folder
-from relax_core.weights.lora_merge import LoraFactors
+from relax_core.train.hf.hf_export import SHARD_BYTES, export_hf_folder
+from relax_core.weights.folder_stream import open_safetensors, read_safetensors
+from relax_core.weights.lora_merge import LoraFactors, merged
 from relax_core.weights.safetensors_stream import library_layout, write_safetensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -190,3 +192,42 @@ def read_peft(folder: Path, *, shapes: Mapping[str, Sequence[int]]) -> list[Lora
     return [
         LoraFactors(name, factors[name]["A"], factors[name]["B"], config.scale) for name in shapes if name in factors
     ]
+
+
+def merge_peft(
+    folder: Path, target: Path, *, base: Path | None = None, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes a Hugging Face folder ``target`` with the base model's weights and the adapter of a PEFT folder merged.
+
+    ``base`` is the folder of the base model, by default the folder that adapter_config.json names. ``dtype`` is as in
+    `export_hf_folder`; the sums are computed in float32 and rounded once. One tensor is in memory at a
+    time, besides the factors. Raises ValueError as `read_peft` does, and if the base model's folder does not exist.
+    """
+    named = read_adapter_config(folder).base_model_name_or_path
+    source = base if base is not None else Path(named or "")
+    if base is None and (named is None or not source.is_dir()):
+        raise ValueError(
+            f"{folder / ADAPTER_FILE}: base_model_name_or_path={named} is not a folder. Give the base model's folder: "
+            "--model FOLDER."
+        )
+    shapes = {name: tensor.shape for name, tensor in open_safetensors(source)}
+    factors = {factor.name: factor for factor in read_peft(folder, shapes=shapes)}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_safetensors(source):
+            if name in factors:
+                _, a, b, scale = factors[name]
+                tensor = merged(tensor.float(), a, b, scale)  # the export rounds the sum
+            yield name, tensor
+            del tensor  # This frees the tensor before the next tensor is read.
+
+    export_hf_folder(
+        tensors(),
+        shapes=shapes,
+        own_dtype="float32",
+        dtype=dtype,
+        source_folder=source,
+        target=target,
+        shard_bytes=shard_bytes,
+        replace=False,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_core.tools import export
 from relax_core.train.hf.peft_folder import ADAPTER_WEIGHTS, read_peft, target_modules, write_peft
 from relax_core.weights.lora_merge import LoraFactors
+from tests.contracts.engine.harness import hf_weights, make_model
+from tests.contracts.engine.test_lora_weights import factors_of, merged_model
 
 SHAPES = {
     "model.embed_tokens.weight": (50, 8),
@@ -143,3 +147,43 @@ def test_empty_fields_and_names_of_a_loaded_adapter_are_accepted(tmp_path: Path)
     renamed = {name.replace(".weight", ".default.weight"): tensor for name, tensor in stored.items()}
     save_file(renamed, folder / ADAPTER_WEIGHTS)
     assert len(read_peft(folder, shapes=SHAPES)) == len(given)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Returns a PEFT folder of the tiny model, and the model with merged weights."""
+    folder: Path = tmp_path_factory.mktemp("adapter")
+    model = make_model(folder / "base", seed=0)
+    given = factors_of(model, seed=1)
+    names = [name for name, _ in hf_weights(model)]
+    write_peft(folder / "peft", given, alpha=8.0, rslora=False, base_model=str(folder / "base"), names=names)
+    return folder / "peft", merged_model(model, given)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_relax_export_merges_a_peft_folder(adapter: tuple[Path, Any], tmp_path: Path, dtype: str | None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, model = adapter
+    asked = [] if dtype is None else ["--dtype", dtype]
+    assert export.main([str(folder), str(tmp_path / "hf"), "--shard-gb", "1e-4", *asked]) == 0
+    assert not (tmp_path / "hf/adapter_config.json").exists()
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values())
+    expected = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == getattr(torch, dtype or "float32")
+        atol, rtol = (1e-6, 1e-6) if dtype is None else (0.0, 2**-8)
+        torch.testing.assert_close(tensor.float(), expected[name], atol=atol, rtol=rtol)
+
+
+def test_a_base_model_that_is_not_a_folder_is_asked_for(
+    adapter: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = adapter
+    written(tmp_path / "peft")
+    assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf")]) == 2
+    assert re.search("base_model_name_or_path=/models/base.*--model", capsys.readouterr().err)
+    assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf"), "--model", str(folder.parent / "base")]) == 2
+    assert re.search("q_proj.*shape.*/models/base.*model.path", capsys.readouterr().err)
+    assert not (tmp_path / "hf").exists()
