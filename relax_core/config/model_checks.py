@@ -228,7 +228,7 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
     if not has_hf_config(folder):
         what = "the folder has no config.json" if folder.is_dir() else "not a folder"
         adapter = (
-            f" It has {ADAPTER_FILE}: merge the adapter into its model first."
+            f" It has {ADAPTER_FILE}: merge the adapter into its model first: relax export {folder} OUT."
             if (folder / ADAPTER_FILE).exists()
             else ""
         )
@@ -244,7 +244,7 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
     if (folder / ADAPTER_FILE).exists():
         yield (
             f"{key}: it has {ADAPTER_FILE}. transformers adds this adapter to the weights, but Relax does not. Merge "
-            "it into the weights, or remove its files."
+            f"it into the weights (relax export {folder} OUT), or remove its files."
         )
     with suppress(ValueError):  # the weight check reports an index that cannot be read
         if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):

@@ -154,6 +154,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     ``frozen`` describes the file with the tensors that are not trained; all versions of a run share it. It is None if
     all tensors are in ``path``. ``digest`` includes the digest of ``frozen``. An engine reads the frozen tensors only
     once.
+
+    ``factors`` maps the name of each tensor with LoRA factors to the scale of their product. The tensor itself is one
+    of ``frozen``, and its factors are in ``path``. ``digest`` includes ``factors``. A reader computes the sum.
     """
 
     version: int
@@ -165,3 +168,18 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     tensors: list[TensorSpec]
     frozen: WeightManifest | None = None
+    factors: dict[str, float] = {}
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Returns the names of the tensors that versions with the same `kept_key` have in common."""
+        frozen = [] if self.frozen is None else self.frozen.tensors
+        return frozenset(spec.name for spec in frozen) - self.factors.keys()
+
+    @property
+    def kept_key(self) -> str:
+        """Returns the digest of the frozen tensors and the names of the tensors with factors.
+
+        A model that has the tensors `kept` of one version may keep them for another version if the keys are equal.
+        """
+        return "" if self.frozen is None else " ".join([self.frozen.digest, *sorted(self.factors)])

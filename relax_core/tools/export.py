@@ -1,6 +1,7 @@
-"""`relax export CHECKPOINT OUT` writes a checkpoint as a Hugging Face folder.
+"""`relax export CHECKPOINT OUT` writes a checkpoint, or a LoRA adapter with its base model, as a Hugging Face folder.
 
-CHECKPOINT is a folder in a run's checkpoints/, saved in any parallel layout. One process reads it, without Ray.
+CHECKPOINT is a folder in a run's checkpoints/, saved in any parallel layout, or a PEFT folder. One process reads it,
+without Ray.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import yaml
 
 from relax_core.config.rerun import check_powers, is_marked_by_user
 from relax_core.contracts.output_path import check_output_folder
+from relax_core.families.folder import ADAPTER_FILE
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
@@ -26,10 +28,12 @@ POLICY = "train"  # folder of the policy's weights in a checkpoint
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or prints the reason to stderr and returns 2 if it wrote nothing."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
+    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100, or a PEFT folder")
     parser.add_argument("out", type=Path, help="the output folder, which must be missing or empty")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the dtype of each tensor in the model's folder")
-    parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's model")
+    parser.add_argument(
+        "--model", type=Path, help="folder of configuration and tokenizer; default: the run's or the adapter's model"
+    )
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
     parser.add_argument("--trust", action="store_true", help="run the plug-in file of a foreign run's model family")
     parsed = parser.parse_args(arguments)
@@ -53,10 +57,18 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
     """Checks every file of a checkpoint against its digest, then writes to ``out``, a missing or empty folder.
 
     Existing files are never replaced or removed. Without ``trust``, refuses a model family from a file if the run
-    belongs to another user. Raises the ValueError and OSError of `relax_core.train.hf.hf_export.export_checkpoint`.
+    belongs to another user. Raises the ValueError and OSError of `relax_core.train.hf.hf_export.export_checkpoint`. If
+    ``checkpoint`` is a PEFT folder, merges the adapter into its base model and writes the result.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
+    shard_bytes = int(shard_gb * 1e9)
+    if (checkpoint / ADAPTER_FILE).is_file():
+        check_output_folder(out, option="OUT")
+        from relax_core.train.hf.peft_folder import merge_peft
+
+        merge_peft(checkpoint, out.absolute(), base=model, dtype=dtype, shard_bytes=shard_bytes)
+        return
     if not (checkpoint / META).is_file():
         beside = sorted(
             path.parent.name for path in (*checkpoint.parent.glob(f"*/{META}"), *checkpoint.glob(f"*/*/{META}"))
@@ -78,7 +90,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         model_folder=model if model is not None else _model_of_run(keys),
         family=keys.get("family"),
         dtype=dtype,
-        shard_bytes=int(shard_gb * 1e9),
+        shard_bytes=shard_bytes,
     )
 
 

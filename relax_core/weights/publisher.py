@@ -22,6 +22,8 @@ from relax_core.weights.version_writer import VersionWriter
 if TYPE_CHECKING:
     import torch
 
+    from relax_core.weights.lora_merge import LoraFactors
+
 STARTS = "starts of pushes"  # The key of the queue that starts pushes; the other keys are engine URLs.
 CLOSE_S = 1.0  # Seconds that `close` waits for pushes in progress.
 
@@ -88,7 +90,8 @@ class WeightPublisher:
     engine.
 
     ``frozen`` names the tensors that are the same in every version. They are written once, into a file that all
-    versions share, and an engine reads them once. A collective transport sends them with every version. If the disk
+    versions share, and an engine reads them once. A collective transport sends them with every version. With LoRA,
+    ``frozen`` names the tensors of the base model, and a version has only the factors (`takes_factors`). If the disk
     fails while the end of a push is recorded, the write is retried for up to ``outage_s`` seconds.
     """
 
@@ -115,13 +118,31 @@ class WeightPublisher:
         self._pushed = -1
         self._outage_s = outage_s
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
+    @property
+    def takes_factors(self) -> bool:
+        """Returns whether a version may have LoRA factors: the engines read the files, so `read_weights` merges."""
+        return self._transport.by_file
+
+    @property
+    def has_frozen(self) -> bool:
+        """Returns whether the frozen tensors were written, so that `publish` does not need them any more."""
+        return self._writer.has_frozen
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        factors: Iterable[LoraFactors] | None = None,
+    ) -> Push:
         """Writes a version and starts its push in other threads. Read the push's result before the next `publish`.
 
-        All tensors are read before the method returns.
+        ``factors`` are the LoRA factors of frozen tensors, None without LoRA. All tensors, then all factors, are read
+        before the method returns.
         """
+        assert factors is None or self.takes_factors, "engines that receive tensors need merged tensors"
         start = time.perf_counter()
-        manifest = self._writer.write(self._folder.new(version), version, tensors)
+        manifest = self._writer.write(self._folder.new(version), version, tensors, factors=factors)
         self._folder.replace(LATEST, manifest)
         with self._lock:
             being_read = set(self._in_flight.values())

@@ -1,6 +1,7 @@
 """Copies published versions into a folder that other machines can read, because the originals are in shared memory.
 
-A version is copied only when such a server requests it.
+A version is copied only when such a server requests it. The copy of a version with LoRA factors has merged tensors,
+because a server's own loader does not add factors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.private_folder import file_locked
 from relax_core.weights.version_folder import LATEST, VersionFolder, read_latest, reading
-from relax_core.weights.version_writer import FROZEN_FOLDER
+from relax_core.weights.version_writer import FROZEN_FOLDER, WEIGHTS
 
 LOCK = "copy.lock"
 
@@ -43,6 +44,11 @@ def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) 
 def _copy(newest: WeightManifest, target: Path) -> None:
     target.parent.mkdir(mode=0o700, exist_ok=True)  # the same mode as the folder of the published weights
     versions = VersionFolder(target)
+    if newest.factors:
+        copied = _merge(newest, versions.new(newest.version))
+        versions.replace(LATEST, copied)
+        versions.remove_old(keep=())
+        return
     frozen = newest.frozen
     if frozen is not None:
         frozen = _in_folder(frozen, target / FROZEN_FOLDER)
@@ -59,6 +65,18 @@ def _copy(newest: WeightManifest, target: Path) -> None:
             mine.symlink_to(target / FROZEN_FOLDER / source.name if of_frozen else source)
     versions.replace(LATEST, msgspec.structs.replace(_in_folder(newest, folder), frozen=frozen))
     versions.remove_old(keep=())
+
+
+def _merge(newest: WeightManifest, folder: Path) -> WeightManifest:
+    """Writes a version's merged tensors, and the files that the version links to, into ``folder``."""
+    from relax_core.weights.version_file import read_weights, write_weights  # imports torch
+
+    copied = write_weights(folder / WEIGHTS, version=newest.version, tensors=read_weights(newest))
+    for link in (path for path in Path(newest.path).parent.iterdir() if path.is_symlink()):
+        mine = folder / link.name
+        if not mine.is_symlink():
+            mine.symlink_to(link.readlink())
+    return copied
 
 
 def _in_folder(manifest: WeightManifest, folder: Path) -> WeightManifest:

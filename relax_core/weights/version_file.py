@@ -9,29 +9,40 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 import xxhash
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
+from relax_core.weights.lora_merge import merged
 from relax_core.weights.safetensors_stream import header_bytes, host_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
 MAX_DIMENSIONS = 8  # maximum number of dimensions of a tensor in a manifest
+FACTOR_A, FACTOR_B = ".lora_A", ".lora_B"  # The names of a tensor's factors are its name and these suffixes.
 
 
 class DigestMismatch(RuntimeError):
     """Reports that a file's bytes differ from the published bytes; the text names the version and the bucket."""
 
 
-def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str], frozen: WeightManifest | None = None) -> str:
-    parts = [[(t.name, t.dtype, t.shape) for t in tensors], list(digests)]
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts if frozen is None else [*parts, frozen.digest]))
+def _names_digest(
+    tensors: Iterable[TensorSpec],
+    digests: Iterable[str],
+    frozen: WeightManifest | None = None,
+    factors: Mapping[str, float] | None = None,
+) -> str:
+    parts: list[Any] = [[(t.name, t.dtype, t.shape) for t in tensors], list(digests)]
+    if frozen is not None:
+        parts.append(frozen.digest)
+    if factors:
+        parts.append(sorted(factors.items()))
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts))
 
 
 def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
@@ -95,9 +106,17 @@ class WeightFile:
         self._offset += spec.nbytes
 
     def finish(
-        self, *, version: int, bucket_bytes: int = BUCKET_BYTES, frozen: WeightManifest | None = None
+        self,
+        *,
+        version: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        frozen: WeightManifest | None = None,
+        factors: Mapping[str, float] | None = None,
     ) -> WeightManifest:
-        """Completes the file and returns its manifest. ``frozen`` is the manifest of the version's frozen tensors."""
+        """Completes the file and returns its manifest.
+
+        ``frozen`` is the manifest of the version's frozen tensors. ``factors`` is `WeightManifest.factors`.
+        """
         header = header_bytes(self._specs, room=self._header_room)
         if len(header) > self._header_room:
             _make_room(self._file, before=self._header_room, after=len(header))
@@ -121,9 +140,10 @@ class WeightFile:
             total_bytes=self._offset,
             bucket_bytes=bucket_bytes,
             digests=digests,
-            digest=_names_digest(self._specs, digests, frozen),
+            digest=_names_digest(self._specs, digests, frozen, factors),
             tensors=self._specs,
             frozen=frozen,
+            factors=dict(factors or {}),
         )
 
 
@@ -168,7 +188,7 @@ def _check_manifest(manifest: WeightManifest) -> None:
     Raises `DigestMismatch` if its digest differs, and ValueError for an impossible value.
     """
     try:
-        digest = _names_digest(manifest.tensors, manifest.digests, manifest.frozen)
+        digest = _names_digest(manifest.tensors, manifest.digests, manifest.frozen, manifest.factors)
     except OverflowError as error:  # msgspec encodes integers of at most 64 bits.
         raise ValueError(f"weights version {manifest.version}: a tensor has an impossible size: {error}") from error
     if digest != manifest.digest:
@@ -182,6 +202,29 @@ def _check_manifest(manifest: WeightManifest) -> None:
             f"weights version {manifest.version}: {total} bytes in {buckets} buckets, published as "
             f"{manifest.total_bytes} in {len(manifest.digests)}"
         )
+    _check_factors(manifest)
+
+
+def _check_factors(manifest: WeightManifest) -> None:
+    """Raises ValueError if a tensor with factors is not a frozen matrix, or if its factors do not fit."""
+    if not manifest.factors:
+        return
+    frozen = {spec.name: spec for spec in manifest.frozen.tensors} if manifest.frozen is not None else {}
+    own = {spec.name: spec for spec in manifest.tensors}
+    for name, scale in manifest.factors.items():
+        weight, a, b = frozen.get(name), own.get(name + FACTOR_A), own.get(name + FACTOR_B)
+        if weight is None or a is None or b is None or not math.isfinite(scale):
+            raise ValueError(
+                f"weights version {manifest.version}: {repr(name)[:200]} has factors, but its frozen tensor, a factor "
+                "or a finite scale is missing"
+            )
+        shapes = [list(spec.shape) for spec in (weight, a, b)]
+        rank = a.shape[0] if a.shape else 0
+        if len(weight.shape) != 2 or rank < 1 or shapes[1:] != [[rank, weight.shape[1]], [weight.shape[0], rank]]:
+            raise ValueError(
+                f"weights version {manifest.version}: the factors of {repr(name)[:200]} have shapes {shapes[1]} and "
+                f"{shapes[2]}, which do not fit the tensor's shape {shapes[0]}"
+            )
 
 
 def _tensor_bytes(spec: TensorSpec, version: int) -> int:
@@ -192,19 +235,41 @@ def _tensor_bytes(spec: TensorSpec, version: int) -> int:
     return math.prod(spec.shape) * dtype.itemsize
 
 
-def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(
+    manifest: WeightManifest, *, with_frozen: bool = True, merge_on: torch.device | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Compares all digests, then yields (name, tensor). The tensors are views of the file: copy tensors that you keep.
 
-    Frozen tensors come first, or are left out. All errors are raised before the first tensor: `DigestMismatch` if a
-    digest of a bucket or of the manifest differs, FileNotFoundError if the version is old and was removed, and
-    ValueError for impossible values in the manifest.
+    Tensors in `WeightManifest.kept` come first, or are left out. Each tensor with LoRA factors is computed from the
+    frozen file and from the factors on the device ``merge_on`` (None: CPU); it is a new tensor, and only one at a
+    time is in memory. All errors are raised before the first tensor: `DigestMismatch` if a digest of a bucket or of the
+    manifest differs, FileNotFoundError if the version is old and was removed, and ValueError for impossible values in
+    the manifest.
     """
-    frozen = manifest.frozen if with_frozen else None
-    if frozen is not None and frozen.frozen is not None:
+    frozen = manifest.frozen
+    if frozen is not None and (frozen.frozen is not None or frozen.factors):
         raise ValueError(f"weights version {manifest.version}: its frozen tensors are in more than one file")
-    parts = [_checked_tensors(manifest_part) for manifest_part in (frozen, manifest) if manifest_part is not None]
-    for part in parts:
-        yield from part
+    own = _checked_tensors(manifest)
+    if frozen is None or not (with_frozen or manifest.factors):
+        yield from own
+        return
+    base: dict[str, torch.Tensor] = {}
+    for name, tensor in _checked_tensors(frozen):
+        if name in manifest.factors:
+            base[name] = tensor
+        elif with_frozen:
+            yield name, tensor
+    factors: dict[str, torch.Tensor] = {}
+    names = {name + suffix for name in manifest.factors for suffix in (FACTOR_A, FACTOR_B)}
+    for name, tensor in own:
+        if name in names:
+            factors[name] = tensor
+        else:
+            yield name, tensor
+    for name, scale in manifest.factors.items():
+        parts = (base[name], factors[name + FACTOR_A], factors[name + FACTOR_B])
+        weight, a, b = parts if merge_on is None else (part.to(merge_on) for part in parts)
+        yield name, merged(weight, a, b, scale)
 
 
 def _checked_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:

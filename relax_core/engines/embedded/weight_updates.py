@@ -48,24 +48,23 @@ class WeightUpdates:
         self._joining: set[str] = set()
         self._calls = CallQueues()  # one queue for each group
         self._digest = ""  # digest of the current weights; empty if the sender gave no digest
-        self._frozen = ""  # digest of the current frozen tensors; empty without frozen tensors
+        self._frozen = ""  # `WeightManifest.kept_key` of the current frozen tensors; empty without frozen tensors
         self._frozen_names: frozenset[str] = frozenset()
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
         """Maps the published file, checks its digests, and serves the version.
 
-        Also reads the frozen tensors, if their digest differs from the digest of the current frozen tensors.
+        Also reads the frozen tensors, if they differ from the current frozen tensors.
         """
         async with self._lock:
             if self._is_in_force(manifest.version, manifest.digest):
                 return _report(manifest.version, manifest.digest, stall_ms=0.0)
-            frozen = manifest.frozen
-            held = frozen is not None and frozen.digest == self._frozen
+            held = manifest.frozen is not None and manifest.kept_key == self._frozen
             names = self._frozen_names if held else frozenset()
             checked = await self._checked(lambda: dict(read_weights(manifest, with_frozen=not held)), held=names)
             report = await self._apply(checked, manifest.version, manifest.digest, keep_frozen=held)
-            if frozen is not None and not held:
-                self._frozen, self._frozen_names = frozen.digest, frozenset(spec.name for spec in frozen.tensors)
+            if not held:
+                self._frozen, self._frozen_names = manifest.kept_key, manifest.kept
             return report
 
     async def from_disk(self, model_path: str, version: int, digest: str) -> dict[str, Any]:

@@ -136,6 +136,8 @@ class SglangWeightCalls(EngineClient):
         For the first version, also checks that the server's loader writes all parameters. Later versions have the same
         tensor names.
         """
+        if manifest.factors:  # SGLang's loader of folders would load only the base model.
+            raise EngineError(f"{self._where}: an attached server cannot load LoRA factors; send merged weights")
         self._check_file(manifest)
         with self._standing_still():
             try:

@@ -22,9 +22,9 @@ _watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tenso
 
 @dataclass(frozen=True)
 class Frozen:
-    """Holds the digest of a model's loaded frozen tensors, and the names of the parameters that these tensors fill."""
+    """Holds the `WeightManifest.kept_key` of the frozen tensors in a model, and the parameters that they fill."""
 
-    digest: str
+    key: str
     parameters: frozenset[str]
 
 
@@ -46,16 +46,18 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
 def load_file(model: Any, manifest: WeightManifest) -> Outcome:
     """Compares all digests of a published file, then loads it. The outcome has the reason of a failed or partial load.
 
-    Frozen tensors are loaded only if the model does not have frozen tensors with the same digest.
+    Frozen tensors are loaded only if the model does not have the same frozen tensors.
     """
-    frozen, held = manifest.frozen, _frozen.pop(id(model), None)  # forgotten if the load fails
-    if frozen is None or held is None or held.digest != frozen.digest:
+    kept, held = len(manifest.kept), _frozen.pop(id(model), None)  # forgotten if the load fails
+    if not kept or held is None or held.key != manifest.kept_key:
         held = None
-    tensors = read_weights(manifest, with_frozen=held is None)
+    # On a GPU the sums of LoRA weights take much less time than on the CPU.
+    device = next((parameter.device for _, parameter in _from_weights(model)), None)
+    tensors = read_weights(manifest, with_frozen=held is None, merge_on=device)
     try:
-        if frozen is not None and held is None:
-            model.load_weights(emptied(model, with_tied_head(model, islice(tensors, len(frozen.tensors)))))
-            held = _frozen_in(model, frozen.digest)
+        if kept and held is None:
+            model.load_weights(emptied(model, with_tied_head(model, islice(tensors, kept))))
+            held = _frozen_in(model, manifest.kept_key)
             model.load_weights(with_tied_head(model, tensors))
         else:
             keep = frozenset() if held is None else held.parameters
@@ -68,7 +70,7 @@ def load_file(model: Any, manifest: WeightManifest) -> Outcome:
     return Outcome(missing, changed=missing is not None)
 
 
-def _frozen_in(model: Any, digest: str) -> Frozen | None:
+def _frozen_in(model: Any, key: str) -> Frozen | None:
     """Returns the parameters that the frozen tensors have filled; call it right after their load.
 
     Returns None if a parameter is only partly filled: such a parameter needs frozen and trained tensors in one load.
@@ -76,7 +78,7 @@ def _frozen_in(model: Any, digest: str) -> Frozen | None:
     empty = {name: torch.isnan(parameter.data) for name, parameter in _from_weights(model)}
     if any(bool(mask.any()) and not bool(mask.all()) for mask in empty.values()):
         return None
-    return Frozen(digest, frozenset(name for name, mask in empty.items() if not bool(mask.any())))
+    return Frozen(key, frozenset(name for name, mask in empty.items() if not bool(mask.any())))
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

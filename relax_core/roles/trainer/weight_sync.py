@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_core.roles.engine_directory import EngineDirectory
+    from relax_core.weights.lora_merge import LoraFactors
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class WeightSync:
     memory again. Before it uses the memory, the trainer waits until each engine has released it or has died, because
     memory that an engine still uses would make the trainer crash. With time sharing, the next step needs the samples of
     this engine anyway. The owner kills an engine that does not answer for ``run.heartbeat_timeout_s``, and each call
-    has the time limit `SYNC_TIMEOUT_S`. ``frozen`` names the weights that are not trained.
+    has the time limit `SYNC_TIMEOUT_S`. ``frozen`` names the weights that are not trained. With LoRA these are the
+    weights of the base model.
     """
 
     def __init__(
@@ -74,9 +76,19 @@ class WeightSync:
             self._named.discard(url)
         return found
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Publishes the weights. The push runs in the background, so call `end_push` before the next version."""
-        self._push = self._publisher.publish(version, tensors)
+    @property
+    def has_frozen(self) -> bool:
+        """Returns whether the frozen weights were written. Until then `publish` needs them."""
+        return self._publisher.has_frozen
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, factors: Iterable[LoraFactors] | None = None
+    ) -> None:
+        """Publishes the weights. The push runs in the background, so call `end_push` before the next version.
+
+        ``factors`` are the LoRA factors of frozen weights, None without LoRA. They are read after ``tensors``.
+        """
+        self._push = self._publisher.publish(version, tensors, factors=factors)
 
     def end_push(self) -> SyncReport | None:
         """Waits for the end of the newest version's push. Returns None if no push is in progress."""

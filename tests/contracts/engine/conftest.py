@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, Started, make_model
+from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, Started, make_model, publish
 from tests.contracts.engine.spare_engines import SPARE_ENGINES
 
 
@@ -84,6 +84,15 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
 def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
     """Returns the session's engine of one kind. A test that changes the engine must restore it."""
     return engines(request.param)
+
+
+@pytest.fixture
+def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """Yields the session's engine. Afterwards makes the engine serve the model folder's weights as a newer version."""
+    yield engine
+    newer = max(engine.version, 1000) + 1
+    engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
+    engine.flush()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,6 @@ from tests.contracts.engine.harness import (
 PROMPT = random_prompt(12)
 TIMEOUT_S = 60.0
 Damage = Callable[[Path], None]
-
-
-@pytest.fixture
-def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """Yields the session's engine. Afterwards makes the engine serve the model folder's weights as a newer version."""
-    yield engine
-    newer = max(engine.version, 1000) + 1
-    engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
-    engine.flush()
 
 
 def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
