@@ -185,6 +185,7 @@ REASONS = {
         "ItemCache.items",
     ): "each encoding ends within MediaLimits.worker_timeout_s, and the bus's call within its own",
     ("relax_core/rollout/rollout_loop.py", "PromptAdmissions._make"): "the same",
+    ("relax_core/rollout/feeder_loop.py", "FeederLoop._feed"): "the same",
     ("relax_core/rollout/evaluator.py", "prepare_with_media"): "the same",
     (
         "relax_core/rollout/evaluator.py",

@@ -35,7 +35,8 @@ _NAMES = {
         "turns/p99 straggler_turns restarts cut_observations engine_s queue_s env_s prompt_tokens "
         "cached_share tool_calls failed_calls aborts encoded tower_passes feature_mb bad_media worker"
     ),
-    "eval": "exact exact/low exact/high reward rows bad_rows unscored turns shadow shadow_gap",
+    "eval": "exact exact/low exact/high reward rows bad_rows unscored turns shadow shadow_gap loss surprisal "
+    "preference_accuracy preference_margin chosen_reward rejected_reward chosen_surprisal",
     **dict.fromkeys(("actor_fwd", "reference", "critic", "teacher"), "groups version"),
     "judge_check": "accuracy",
     "run": "resumed",

@@ -140,7 +140,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
         commands.append(
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
-    sampled = summary["reward"]["last"] is not None
+    sampled = summary["reward"]["last"] is not None or summary["loss"]["last"] is None
     if finished and not sampled and (hf := run_dir / "hf").is_dir():
         own = ("model=folder", f"model.path={hf}", "data=file", "data.path=ROWS.jsonl", "reward=math")
         commands.append((_command((), *own), "reinforcement learning from this model"))
@@ -212,7 +212,7 @@ def _metrics(summary: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    sampled = summary["reward"]["last"] is not None
+    sampled = summary["reward"]["last"] is not None or summary["loss"]["last"] is None
     for name, label in (("reward", "reward"), ("exact", "exact answers")) if sampled else (("loss", "loss"),):
         ends = summary[name]
         table.add_row(label, f"{number(ends['first'], '.3f')} → [bold]{number(ends['last'], '.3f')}[/] in training")

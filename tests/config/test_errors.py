@@ -31,7 +31,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
     ("override", "text"),
     [
         ("modality=omni", "modality=omni does not exist. Here it is modality=auto"),
-        ("algo=foo", "algo=foo does not exist. What exists for algo: cispo, dapo, distill, dr_grpo, grpo,"),
+        ("algo=foo", "algo=foo does not exist. What exists for algo: cispo, dapo, distill, dpo, dr_grpo, grpo,"),
         ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
         ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
         ("launcher=slrm", "launcher=slrm does not exist. Nearest: slurm. What exists for launcher: local, ray_job,"),
@@ -241,7 +241,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     assert "none.jsonl: no such file." in found(tmp_path / "none.jsonl")
     text = tmp_path / "rows.txt"
     text.write_text("a,b\n")
-    assert "unknown suffix '.txt'. Use one of: .jsonl, .json, .csv, .parquet." in found(text)
+    assert "unknown suffix '.txt'. Use one of: .jsonl, .json, .csv, .parquet, .arrow, .jsonl.gz," in found(text)
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert "empty.jsonl: it has no rows." in found(empty)

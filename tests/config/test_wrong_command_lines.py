@@ -106,7 +106,7 @@ LINES = [
     ("reward.name=/nowhere.py", "reward.name=/nowhere.py", "no such file"),
     # conventions of other frameworks
     ("mode=sync", "mode=sync", "mode=colocate"),
-    ("algo=sft", "algo=sft", "algo=distill"),
+    ("algo=pretrain", "algo=pretrain", "algo=sft"),
     ("engine=vllm", "engine=vllm", "engine=sglang"),
     ("tracker=tensorboard", "tracker=tensorboard", "tracker.tensorboard"),
     ("model.lora.rank=8", "model.lora.rank", "model.freeze"),
