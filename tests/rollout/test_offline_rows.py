@@ -284,6 +284,24 @@ def test_plain_text_begins_and_ends_as_the_tokenizer_of_a_family_does(tmp_path: 
     assert ids[:-1] == expected and mask == [False] + [True] * len(expected)
 
 
+@pytest.mark.parametrize("family_name", ["llama_3", "mistral"])
+def test_rows_have_the_ids_of_transformers_with_other_tokenizers(family_name: str, tmp_path: Path) -> None:
+    """Mistral's tokenizer marks the first word of a text, so a separately encoded answer would have another token."""
+    from transformers import AutoTokenizer
+
+    from tests.data import test_family_tokenizers
+
+    getattr(test_family_tokenizers, family_name)(tmp_path)
+    tokenizer, theirs = PromptTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    talk = [user("the quick fox"), says("counts 1 2 3"), user("Été?"), says("naïve, 你好")]
+    whole = theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
+    first = theirs.apply_chat_template(talk[:1], tokenize=True, return_dict=False, add_generation_prompt=True)
+    ((ids, mask),) = segments(tree_of(rows_of(tokenizer), {"messages": talk}))
+    assert ids == whole and mask.index(True) == len(first) and mask[-1]
+    trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert sum(token in tokenizer.stop_token_ids for token in trained) == 2
+
+
 def test_answers_of_weight_0_and_greetings_are_not_trained(family: Callable[[str], Family]) -> None:
     it = family("strips_thinking")
     talk = [says("Hello!"), user("add 1"), says("3", weight=0), user("again"), says("2", weight=1)]
