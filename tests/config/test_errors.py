@@ -234,7 +234,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     assert "none.jsonl: no such file." in found(tmp_path / "none.jsonl")
     text = tmp_path / "rows.txt"
     text.write_text("a,b\n")
-    assert "unknown suffix '.txt'. Use one of: .jsonl, .json, .csv, .parquet." in found(text)
+    assert "unknown suffix '.txt'. Use one of: .jsonl, .json, .csv, .parquet, .arrow" in found(text)
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert "empty.jsonl: it has no rows." in found(empty)
