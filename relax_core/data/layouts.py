@@ -48,8 +48,15 @@ class OfflineKeys:
 
 
 def check_layout(row: Mapping[str, Any], keys: OfflineKeys, *, where: str) -> None:
-    """Raises ValueError if the columns of ``row``, which may have any values, match no layout of this kind."""
-    has = {name for name in (keys.prompt, keys.answer) if value_at(row, name, missing=_MISSING) is not _MISSING}
+    """Raises ValueError if the columns of a table match no layout of this kind.
+
+    ``row`` maps each column to None, or to a mapping with its inner keys. A dotted key may also be an index in a list.
+    """
+    has = {
+        name
+        for name in (keys.prompt, keys.answer)
+        if value_at(row, name, missing=_MISSING) is not _MISSING or row.get(name.partition(".")[0], {}) is None
+    }
     if _layout(has | row.keys(), keys) is None:
         raise ValueError(_no_layout(row, keys, where))
 
@@ -65,7 +72,9 @@ def offline_row(row: Mapping[str, Any], keys: OfflineKeys, *, where: str) -> Dat
     layout = _layout(given.keys(), keys)
     if layout is None:
         raise BadRow.because("missing_key", _no_layout(row, keys, where))
-    made = {**row, **_tools(row, where)}
+    if holds_huge_integer(row):
+        raise BadRow.because("malformed", f"{where}: a number has more than 64 bits. Write it as text.")
+    made = {name: value for name, value in row.items() if name not in (MESSAGES, TEXT)} | _tools(row, where)
     name = layout[0]
     if keys.kind == "demonstrations" and len(layout) == 1 and name.rpartition(".")[2] == TEXT:
         text = given[name]
@@ -75,13 +84,10 @@ def offline_row(row: Mapping[str, Any], keys: OfflineKeys, *, where: str) -> Dat
     if keys.kind == "pairs":
         made |= _pair(given, row, layout, keys, where)
     else:
-        made.pop(TEXT, None)
         made[MESSAGES] = _whole(given, row, layout, keys, where)
         made |= _shown(made[MESSAGES], _last_answer(made[MESSAGES], where))
     if keys.kind == "labels":
         made[LABEL] = _label(row[LABEL], where)
-    if holds_huge_integer(made):
-        raise BadRow.because("malformed", f"{where}: a number has more than 64 bits. Write it as text.")
     return made
 
 

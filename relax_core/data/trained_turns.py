@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
 
 from relax_core.contracts.media import Media, MediaItem
+from relax_core.data.chat_template import check_template_shows_tools
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
 
@@ -68,8 +69,11 @@ class ConversationTokens:
 
         ``items`` are the encoded media of ``messages``, in order; media after the last answer are not read. Raises
         ValueError if the chat template refuses the conversation, or opens an answer with another text than it writes
-        for this answer. Raises `TextTooLong` for a text that certainly has more than ``most_tokens`` tokens.
+        for this answer, or leaves out an answer or tools. Raises `TextTooLong` for a text that certainly has more than
+        ``most_tokens`` tokens.
         """
+        if (tools or any(message.get("tool_calls") for message in messages)) and not self._shows_tools:
+            raise ValueError("the chat template leaves out tools, their calls or their results")
         found: list[TrainedTurn] = []
         base, answer = "", None
         for number in numbers:
@@ -81,11 +85,21 @@ class ConversationTokens:
             else:
                 prompt, media = self._tokenizer.place_items(self._tokenizer.encode_shown(opened), shown)
             answer = self._answer(messages[: number + 1], opened, tools)
+            if not answer.text.strip():
+                raise ValueError(f"the chat template leaves out the text of message {number + 1}")
             self._tokenizer.short_enough(answer.text, most_tokens)
             base = opened + answer.text
             ids = [*self._answer_ids(opened, answer.text), answer.stop]
             found.append(TrainedTurn(prompt_ids=prompt, answer_ids=ids, media=media))
         return found
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        try:
+            check_template_shows_tools(self._tokenizer)
+        except ValueError:
+            return False
+        return True
 
     def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = True) -> str:
         hidden = None if tools is None else [self._tokenizer.hidden(tool) for tool in tools]

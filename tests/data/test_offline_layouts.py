@@ -110,6 +110,17 @@ def test_plain_text_is_kept(tmp_path: Path) -> None:
     assert read(tmp_path, {"extra": {"text": "Once"}, "text": "no"}, prompt_key="extra.text")[TEXT] == "Once"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+def test_columns_without_a_value_are_not_there(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": "Once", "messages": None, "prompt": None}, {"text": None, "messages": TALK, "prompt": "a"}]
+    source = open_rows(tmp_path, rows, "demonstrations", suffix)
+    assert (source.numbered(0)[TEXT], source.numbered(1)[MESSAGES]) == ("Once", TALK)
+    assert MESSAGES not in source.numbered(0) and TEXT not in source.numbered(1)
+    row = {"talk": ["q", "a"]}
+    found = read(tmp_path, row, suffix=suffix, prompt_key="talk.0", answer_key="talk.1")
+    assert [message["content"] for message in found[MESSAGES]] == ["q", "a"]
+
+
 def test_a_column_that_the_user_names_precedes_the_usual_columns(tmp_path: Path) -> None:
     row = {"messages": [ASKED, OTHER], "other": TALK, "text": "no"}
     assert read(tmp_path, row, prompt_key="other")[MESSAGES] == TALK
@@ -157,6 +168,7 @@ IMAGE = {"type": "image", "image": "a.png"}
         ("demonstrations", {"prompt": "a", "completion": None}, "missing_key", "completion, prompt match no layout"),
         ("demonstrations", {"text": " "}, "empty", "text"),
         ("demonstrations", {"text": 3}, "empty", "text=3"),
+        ("demonstrations", {"text": "a", "id": 1 << 70}, "malformed", "more than 64 bits"),
         ("demonstrations", {"q": {"a": "1"}}, "missing_key", r"its keys q, q\.a match no layout.*prompt_key=prompt"),
         ("pairs", {"messages": TALK}, "missing_key", "its keys messages match no layout. Wanted are chosen"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "identical", "the same"),

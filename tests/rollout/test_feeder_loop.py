@@ -55,7 +55,7 @@ def feeder(
 
 def write(path: Path, *, wrong: Mapping[int, object]) -> Path:
     rows = [{"prompt": f"rev {digits}", "completion": digits[::-1]} for digits in DIGITS]
-    lines = [json.dumps(row if number not in wrong else wrong[number]) for number, row in enumerate(rows)]
+    lines = [json.dumps(wrong.get(number, row)) for number, row in enumerate(rows)]
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -6,6 +6,7 @@ The expected ids come from transformers' `apply_chat_template` and from string p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,6 @@ def test_a_template_that_removes_thinking_forks_the_history(family: Callable[[st
 
 def test_a_template_that_begins_thinking_and_removes_it_needs_answers_with_thinking(tmp_path: Path) -> None:
     """As DeepSeek-R1's template."""
-    from dataclasses import replace
-
     base = FAMILIES["two_ends"]
     opens = base.template.replace("'<start>assistant<is>'", "'<start>assistant<is><think>\\n'")
     removes = opens.replace("m.content +", "m.content.split('</think>')[-1].strip() +")
@@ -284,6 +283,24 @@ def test_plain_text_begins_and_ends_as_the_tokenizer_of_a_family_does(tmp_path: 
     assert ids[:-1] == expected and mask == [False] + [True] * len(expected)
 
 
+@pytest.mark.parametrize("family_name", ["llama_3", "mistral"])
+def test_rows_have_the_ids_of_transformers_with_other_tokenizers(family_name: str, tmp_path: Path) -> None:
+    """Mistral's tokenizer marks the first word of a text, so a separately encoded answer would have another token."""
+    from transformers import AutoTokenizer
+
+    from tests.data import test_family_tokenizers
+
+    getattr(test_family_tokenizers, family_name)(tmp_path)
+    tokenizer, theirs = PromptTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    talk = [user("the quick fox"), says("counts 1 2 3"), user("Été?"), says("naïve, 你好")]
+    whole = theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
+    first = theirs.apply_chat_template(talk[:1], tokenize=True, return_dict=False, add_generation_prompt=True)
+    ((ids, mask),) = segments(tree_of(rows_of(tokenizer), {"messages": talk}))
+    assert ids == whole and mask.index(True) == len(first) and mask[-1]
+    trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert sum(token in tokenizer.stop_token_ids for token in trained) == 2
+
+
 def test_answers_of_weight_0_and_greetings_are_not_trained(family: Callable[[str], Family]) -> None:
     it = family("strips_thinking")
     talk = [says("Hello!"), user("add 1"), says("3", weight=0), user("again"), says("2", weight=1)]
@@ -340,6 +357,24 @@ def test_messages_that_the_template_refuses_make_a_bad_row(family: Callable[[str
     two = {**calling(it.family, 2)}
     with pytest.raises(BadRow, match=r"here: the chat template refuses it: .*one call at once") as refused:
         tree_of(rows_of(it.tokenizer), {"messages": [user("a"), two]})
+    assert refused.value.reason == "bad_row:template"
+
+
+def test_a_template_that_leaves_out_calls_or_texts_makes_a_bad_row(family: Callable[[str], Family]) -> None:
+    it = family("ignores_tools")
+    talk = [user("a"), calling(it.family, 1), *results("7"), says("b")]
+    for row in ({"messages": talk}, {"messages": [user("a"), says("b")], "tools": [TOOL]}):
+        with pytest.raises(BadRow, match="here: the chat template leaves out tools") as refused:
+            tree_of(rows_of(it.tokenizer), row)
+        assert refused.value.reason == "bad_row:template"
+
+
+def test_a_template_that_leaves_out_an_answer_makes_a_bad_row(tmp_path: Path) -> None:
+    base = FAMILIES["ignores_tools"]
+    template = base.template.replace("m.content", "('' if m.role == 'assistant' else m.content)")
+    tokenizer = PromptTokenizer(write_folder(tmp_path / "model", replace(base, template=template)))
+    with pytest.raises(BadRow, match="here: the chat template leaves out the text of message 2") as refused:
+        tree_of(rows_of(tokenizer), {"messages": [user("a"), says("b")]})
     assert refused.value.reason == "bad_row:template"
 
 
