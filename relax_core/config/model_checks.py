@@ -295,6 +295,38 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"optimizer.tower_lr={rate:g}: {why}. Use optimizer.tower_lr=null."
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def lora_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields the problems of model.lora."""
+    lora, model = config.model.lora, config.model
+    if lora.rank < 0:
+        yield f"model.lora.rank={lora.rank}: must be at least 0. Use 0 to train the model itself, 32 is usual."
+    if lora.rank <= 0:
+        return
+    if not lora.alpha > 0:
+        yield f"model.lora.alpha={lora.alpha:g}: must be above 0. 32 is usual."
+    if not lora.targets:
+        yield f"model.lora.targets=[]: nothing would train. Use some of {', '.join(LORA_TARGETS)}."
+    for target in lora.targets:
+        if target not in LORA_TARGETS:
+            yield f"model.lora.targets: {target} is not a layer with factors. Use some of {', '.join(LORA_TARGETS)}."
+    if model.freeze:
+        written = f"model.freeze=[{','.join(model.freeze)}]"
+        yield f"{written} with model.lora.rank={lora.rank}: LoRA freezes the whole model. Drop model.freeze."
+    if model.moe_aux_loss_coef:
+        yield (
+            f"model.moe_aux_loss_coef={model.moe_aux_loss_coef:g} with model.lora.rank={lora.rank}: the routers are "
+            "frozen, so the loss would train nothing. Use 0."
+        )
+    if config.placement.gpus_per_node:
+        yield NotYet(
+            f"model.lora.rank={lora.rank} on GPUs is not built yet: the plan does not count its memory. Use "
+            "model.lora.rank=0, or placement=cpu."
+        )
+
+
 def _model_parts(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the parts of the family's models; empty for an unknown family, which the model check reports."""
     family = family_of_run(config)

@@ -33,6 +33,16 @@ from relax_core.contracts.media import MediaKind
 
 
 @dataclass
+class LoraConfig:
+    """Holds the keys of `model.lora`."""
+
+    rank: int = MISSING
+    alpha: float = MISSING
+    targets: list[str] = MISSING
+    rslora: bool = MISSING
+
+
+@dataclass
 class ModelConfig:
     """Holds the keys of `model`."""
 
@@ -45,6 +55,7 @@ class ModelConfig:
     dtype: str = MISSING  # float32 | bfloat16 | auto; auto is replaced before a run starts
     moe_aux_loss_coef: float = 0.0  # only for mixture-of-experts models
     freeze: list[str] = field(default_factory=list)  # frozen parts, a subset of choices.MODEL_PARTS
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from relax_core.config.error_messages import missing_name
 from relax_core.config.errors import NotYet, either
 from relax_core.config.launcher_checks import launcher_problems
 from relax_core.config.modality import modality_problems
-from relax_core.config.model_checks import freeze_problems, model_problems
+from relax_core.config.model_checks import freeze_problems, lora_problems, model_problems
 from relax_core.config.notify_rules import number_problem, read_rules
 from relax_core.config.plugin_types import plugin_config, plugins_of
 from relax_core.config.ranges import range_problems, usual_problems
@@ -529,6 +529,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_critic,
     reward_problems,
     _check_batch,
+    lora_problems,
     _check_offline,
     _check_engine,
     _check_rollout,

@@ -201,9 +201,17 @@ def equal_trainers(config: RelaxConfig) -> list[list[str]]:
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
     """Maps each role that runs the ranks of one model to its parallel layout."""
     layouts: dict[str, Layout] = {"actor": config.parallel}
-    if config.placement.forward is ForwardRanks.separate:
+    if not _forward_on_actor(config):
         layouts |= dict.fromkeys(forward_columns(config), config.parallel.forward)
     return layouts
+
+
+def _forward_on_actor(config: RelaxConfig) -> bool:
+    """Returns whether the actor's ranks compute the log-probs of actor_fwd and reference.
+
+    With LoRA they always do, because they have the reference: the model without its factors.
+    """
+    return config.placement.forward is ForwardRanks.actor or config.model.lora.rank > 0
 
 
 def forward_columns(config: RelaxConfig) -> dict[str, str]:
@@ -224,7 +232,7 @@ def actor_columns(config: RelaxConfig) -> tuple[str, ...]:
     algorithm on data rows has constant advantages.
     """
     logprobs = tuple(forward_columns(config).values())
-    if config.placement.forward is ForwardRanks.separate or not logprobs:
+    if not _forward_on_actor(config) or not logprobs:
         return ()
     if offline_rows(config) is not None:
         return logprobs

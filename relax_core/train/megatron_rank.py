@@ -46,6 +46,7 @@ from relax_core.train.hf.hf_export import stored_dtypes
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.host_states import HostStates
+from relax_core.train.lora import Adapters, Lora
 from relax_core.train.micro_batches import ROW, MicroBatcher, RankClock, TowerWork, pack_tree, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
@@ -272,7 +273,7 @@ class RankSetup:
     For ``store_address`` and ``token`` see `open_rank_store`. ``timeout_s`` bounds every wait for other ranks, in
     seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts. ``banned_token_ids`` are
     tokens that are never sampled, so they have no probability. ``frozen`` are the parts of the model that do not train
-    (`relax_core.config.choices.MODEL_PARTS`). ``threads`` is the number of threads of a rank on CPU cores.
+    (`relax_core.config.choices.MODEL_PARTS`). ``lora`` has the settings of the policy's adapters. ``threads`` is the number of threads of a rank on CPU cores.
     """
 
     model_folder: Path
@@ -291,6 +292,7 @@ class RankSetup:
     moe_aux_loss_coef: float = 0.0
     banned_token_ids: Sequence[int] = ()
     frozen: Sequence[str] = ()
+    lora: Lora | None = None
     threads: int = 1
     token: str = field(default="", repr=False)
 
@@ -327,9 +329,18 @@ def rank_setup(
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
         banned_token_ids=config.rollout.banned(),
         frozen=frozen_parts(config),
+        lora=lora_of(config),
         threads=config.engine.cpu_threads,
         token=token,
     )
+
+
+def lora_of(config: RelaxConfig) -> Lora | None:
+    """Returns the settings of the policy's adapters, or None without LoRA."""
+    lora = config.model.lora
+    if not lora.rank:
+        return None
+    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), rslora=lora.rslora)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -399,7 +410,7 @@ class MegatronRank:
             self._checkpoint = RankCheckpoint(
                 setup,
                 architecture=self.architecture,
-                slices=list(self._weights.all_slices.values()),
+                slices=list((self._weights.factor_slices or self._weights.all_slices).values()),
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
                 host_states=self._host_states,
@@ -429,12 +440,15 @@ class MegatronRank:
         self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
         self._host_states: HostStates | None = None
+        self._adapters: Adapters | None = None
         if trainable:
             freeze_parts(self.models, setup.frozen, self.architecture)
+            if setup.lora is not None and not value_head:
+                self._adapters = Adapters(self.models, self.architecture, setup.lora, seed=setup.seed)
             self.model_chunks = wrap_for_training(self.models, parallel=parallel, dtype=self._dtype)
             self._build_optimizer()
         # The wrapper may move the parameters into its own buffer, so the weights are mapped after it.
-        self._weights = HfWeights(self.models, self.architecture, value_head=value_head)
+        self._weights = HfWeights(self.models, self.architecture, value_head=value_head, adapters=self._adapters)
         self._balanced = list(routers(self.models))
         self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
@@ -465,9 +479,13 @@ class MegatronRank:
         if all(self.architecture.is_float32(name) for name in wide):
             return
         weights = {parameter: parameter.detach().float() for model in self.models for parameter in model.parameters()}
-        HfWeights(self.models, self.architecture, value_head=value_head, tensor_of=weights.__getitem__).load(
-            open_safetensors(folder)
-        )
+        HfWeights(
+            self.models,
+            self.architecture,
+            value_head=value_head,
+            adapters=self._adapters,
+            tensor_of=weights.__getitem__,
+        ).load(open_safetensors(folder))
         set_main_weights(self.optimizer, weights, at=None if self._host_states is None else self._host_states.at)
 
     # -- One update ---------------------------------------------------------------------------------------------
@@ -605,14 +623,19 @@ class MegatronRank:
 
     # -- Weights of the reference --------------------------------------------------------------------------------
     def keep_reference(self) -> None:
-        """Keeps the current weights on the host as the reference's. Call it before `load` and the first update."""
-        self._state_offload.keep_reference()
+        """Keeps the current weights on the host as the reference's. Call it before `load` and the first update.
+
+        With LoRA the reference is the base model, which is in the model anyway.
+        """
+        if self._adapters is None:
+            self._state_offload.keep_reference()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Has the reference's weights in the model while the block runs. The call is collective."""
         self._wait_for_gathers()
-        with self._state_offload.reference_weights():
+        adapters = self._adapters
+        with self._state_offload.reference_weights() if adapters is None else adapters.disabled():
             yield
             self._wait_for_gathers()
 

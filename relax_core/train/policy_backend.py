@@ -20,6 +20,7 @@ from relax_core.train.megatron_rank import ComputedTrees, MegatronRank, RankSetu
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
+from relax_core.weights.lora_merge import LoraFactors
 
 CLOSE_SAMPLES_S = 10.0
 
@@ -154,6 +155,16 @@ class MegatronBackend(MegatronRank):
         """
         self._gather_parameters()
         return self._weights.export()
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields all weights as `export` does, without LoRA factors."""
+        self._gather_parameters()
+        return self._weights.export_base()
+
+    def export_factors(self) -> Iterator[LoraFactors]:
+        """Yields the LoRA factors of all adapted weights. The call is collective."""
+        self._gather_parameters()
+        return self._weights.export_factors()
 
     # -- Helpers ------------------------------------------------------------------------------------------------
     def _head_settings(self, batch: TreeBatch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,6 +119,7 @@ class PolicyTrainer(Worker):
         reads_share = config.parallel.dp > 1 and not self._computed
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if reads_share else None
         self._group_tokens = 0
+        self._sends_factors = False
         self._clock = StepClock()
         self._sync = self._build_sync() if engine_count(config) else None
         self._turns = self._build_turns()
@@ -168,6 +169,7 @@ class PolicyTrainer(Worker):
                 self._sync.close()
 
     def _build_sync(self) -> WeightSync:
+        from relax_core.train.hf.stored_weights import stored_weights
         from relax_core.train.optimizer import frozen_weights  # it imports Megatron, which the controller does not
 
         config = self._config
@@ -175,7 +177,12 @@ class PolicyTrainer(Worker):
         self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
         transport = build_transport(choice.name, host=node_address(config.launcher), timeout_s=SYNC_TIMEOUT_S)
         # Engines that release the memory of their weights need all tensors again.
-        frozen = () if shares_gpus(config) else frozen_weights(self._architecture(), frozen_parts(config))
+        frozen: Collection[str] = ()
+        if not shares_gpus(config):
+            frozen = frozen_weights(self._architecture(), frozen_parts(config))
+            self._sends_factors = config.model.lora.rank > 0 and transport.by_file and not config.engine.urls
+            if self._sends_factors:
+                frozen = [weight.name for weight in stored_weights(self._architecture())]
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
     def _build_turns(self) -> TrainerTurns | None:
@@ -314,8 +321,27 @@ class PolicyTrainer(Worker):
         if self._turns is not None:
             self._turns.before_publication()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
-        outage = Outage(f"writes weights {version}", report=self._report_wait)
-        self._write_weights(partial(self._sync.publish, version), outage, waits=on_disk or not first)
+        outage, waits = Outage(f"writes weights {version}", report=self._report_wait), on_disk or not first
+        if self._sends_factors:
+            self._publish_factors(self._sync, version, outage, waits=waits)
+        else:
+            self._write_weights(partial(self._sync.publish, version), outage, waits=waits)
+
+    def _publish_factors(self, sync: WeightSync, version: int, outage: Outage, *, waits: bool) -> None:
+        """Publishes the LoRA factors and, for the first version of this process, the weights of the base model."""
+
+        def attempt() -> None:
+            base = iter(()) if sync.has_frozen else self._worker_group.export_base()
+            factors = self._worker_group.export_factors()
+            try:
+                sync.publish(version, base, factors=factors)
+            except OSError as error:
+                if waits and is_outage(error):  # all ranks end their part of this export before the next export begins
+                    for _ in (*base, *factors):
+                        pass
+                raise
+
+        retry_through_outage(attempt, outage, limit_s=OUTAGE_SHARE * self._config.run.stall_timeout_s if waits else 0.0)
 
     def _write_weights(
         self,

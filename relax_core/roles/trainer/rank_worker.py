@@ -222,10 +222,10 @@ class RankWorker:
         """Calls the back end without returning the result."""
         self.call(method, *arguments)
 
-    def export(self) -> None:
-        """Does this rank's part of an export; rank 0 gets the tensors."""
+    def export(self, method: str) -> None:
+        """Does this rank's part of an export by a method of `MegatronBackend`; rank 0 gets the tensors."""
         with self._busy("export"):
-            for _ in self._backend.export():
+            for _ in getattr(self._backend, method)():
                 raise AssertionError("only rank 0 gets tensors")
 
     def load_published(self, manifest: WeightManifest) -> bool:

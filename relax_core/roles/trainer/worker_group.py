@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_core.train.policy_backend import MegatronBackend
+    from relax_core.weights.lora_merge import LoraFactors
 
 
 POLICY, CRITIC = "train", "critic"  # the folders of policy and critic in a checkpoint
@@ -128,9 +129,20 @@ class WorkerGroup:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights as `MegatronBackend.export` does."""
-        sent = self._send(self._other_ranks, "export")
+        yield from self._exported("export")
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields all weights without LoRA factors."""
+        yield from self._exported("export_base")
+
+    def export_factors(self) -> Iterator[LoraFactors]:
+        """Yields the LoRA factors of all adapted weights."""
+        yield from self._exported("export_factors")
+
+    def _exported(self, method: str) -> Iterator[Any]:
+        sent = self._send(self._other_ranks, "export", method)
         with self._collective("export", sent):
-            yield from self.lead.export()
+            yield from getattr(self.lead, method)()
         self._wait("export", sent)
 
     def logprobs(self, groups: Sequence[TokenTree], *, method: str = "logprobs") -> list[np.ndarray]:

@@ -16,6 +16,7 @@ Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -46,6 +47,7 @@ from relax_core.train.checkpoints.checkpoint_shards import (
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.checkpoints.provenance import (
     Provenance,
+    check_same_adapters,
     check_same_frozen_parts,
     check_same_model,
     layout_sizes,
@@ -168,6 +170,7 @@ class RankCheckpoint:
         saved, now = read_provenance(folder), self._provenance(0)
         check_same_model(saved, now, folder=folder)
         check_same_frozen_parts(saved, now, folder=folder)
+        check_same_adapters(saved, now, folder=folder)
         self._wait_for_ranks(f"load {folder}")
         create_optimizer_state(self._optimizer, keep=None if self._host_states is None else self._host_states.keep)
         same_ranks = (saved.layout, saved.world_size) == (now.layout, now.world_size)
@@ -232,6 +235,7 @@ class RankCheckpoint:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             libraries=library_versions(),
             frozen=tuple(setup.frozen),
+            lora=None if setup.lora is None or self._head == "critic" else dataclasses.asdict(setup.lora),
         )
 
     def _updates_of_all_ranks(self) -> int:

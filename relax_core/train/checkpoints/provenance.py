@@ -30,7 +30,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy" for a model with an
     output layer, or "critic" for a model with a value head. ``layout`` holds the sizes by their keys in `parallel`.
     ``step`` counts train steps and ``updates`` the updates of the optimizer. ``frozen`` names the parts of the model
-    that have no optimizer state.
+    that have no optimizer state. ``lora`` has the settings of the adapters; the checkpoint then has only their factors.
     """
 
     family: str
@@ -44,6 +44,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     time: str
     libraries: dict[str, str]
     frozen: tuple[str, ...] = ()
+    lora: dict[str, Any] | None = None
 
 
 def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -122,6 +123,17 @@ def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path)
             f"{here} are. Go on with model.freeze={before} and the same modality, or start a new run with resume=null "
             "from its weights: relax export FOLDER OUTPUT, then model.path=OUTPUT."
         )
+
+
+def check_same_adapters(saved: Provenance, now: Provenance, *, folder: Path) -> None:
+    """Raises ValueError if the adapters of ``saved`` have other settings: their factors have another meaning."""
+    if saved.lora == now.lora:
+        return
+    there, here = ("none" if source.lora is None else str(source.lora) for source in (saved, now))
+    raise ValueError(
+        f"checkpoint {folder}: model.lora is {there} there, {here} here. Continue with the settings of the checkpoint, "
+        "or start a new run with resume=null."
+    )
 
 
 def check_same_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,13 @@ from relax_core.train.hf.stored_weights import WholeTensor, fused, stored_weight
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
 from relax_core.train.hf.weight_slices import WeightSlice, part_view, weight_slices
 from relax_core.train.model.gpt import VALUE_HEAD
+from relax_core.weights.lora_merge import LoraFactors, merged
+
+if TYPE_CHECKING:
+    from relax_core.train.lora import Adapters
 
 BUCKET_BYTES = 64 << 20
+FACTOR_A = ".lora_A.weight"
 _NO_RANK = 2**31 - 1
 
 
@@ -108,7 +114,8 @@ def _largest(number: int, device: torch.device) -> int:
 
 def _padded_shape(owned: WeightSlice) -> tuple[int, ...]:
     return tuple(
-        size * owned.pieces if axis == owned.rule.shard.value else size for axis, size in enumerate(owned.matrix.shape)
+        size * owned.pieces if axis == owned.rule.shard.value else size
+        for axis, size in enumerate(owned.base_matrix.shape)
     )
 
 
@@ -197,6 +204,15 @@ def _run(transfers: list[dist.P2POp]) -> None:
             work.wait()
 
 
+def _adapted(piece: WeightSlice, factors: Mapping[str, WeightSlice], adapters: Adapters) -> WeightSlice:
+    """Returns the slice with the sum of its base and its factors, if it has factors."""
+    tensor = adapters.of_base().get(piece.rule.hf)
+    if tensor is None:
+        return piece
+    a, b, scale = factors[tensor.a.hf], factors[tensor.b.hf], adapters.scale
+    return replace(piece, adapt=lambda base: merged(base, a.base_matrix, b.base_matrix, scale))
+
+
 VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.replicated) for name in ("weight", "bias"))
 
 
@@ -205,7 +221,8 @@ class HfWeights:
 
     ``chunks`` are this rank's unwrapped parts of the model: one part, or several with a virtual pipeline.
     ``value_head`` is True for a critic: it has no output layer, and its head has no Hugging Face name. ``tensor_of``
-    returns the tensor to read and write for a parameter, for example the parameter's gradient.
+    returns the tensor to read and write for a parameter, for example the parameter's gradient. ``adapters`` are the
+    model's LoRA adapters; `export` then yields the sums of base weights and factors.
     """
 
     def __init__(
@@ -214,6 +231,7 @@ class HfWeights:
         architecture: Architecture,
         *,
         value_head: bool = False,
+        adapters: Adapters | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         tensor_of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
     ) -> None:
@@ -225,7 +243,8 @@ class HfWeights:
             stored = tuple(weight for weight in stored if weight.name != architecture.output_weight)
         self._stored = {weight.name: weight for weight in stored}
         rules = tuple(rule for weight in stored for rule in weight.rules)
-        all_rules = (*rules, *(VALUE_RULES if value_head else ()))
+        factor_rules = () if adapters is None else tuple(adapters.rules)
+        all_rules = (*rules, *(VALUE_RULES if value_head else ()), *factor_rules)
         self._order = {rule.hf: index for index, rule in enumerate(all_rules)}
         slices, unused = weight_slices(
             chunks,
@@ -235,8 +254,14 @@ class HfWeights:
             tensor_of=tensor_of,
         )
         assert not unused, f"the rules of family {architecture.family} do not cover these parameters: {unused}"
-        self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head
-        self._slices = {name: piece for name, piece in slices.items() if not name.startswith(VALUE_HEAD)}
+        self.all_slices: Mapping[str, WeightSlice] = slices  # including the slices of a value head and of factors
+        names = {rule.hf for rule in factor_rules}
+        self.factor_slices = {name: piece for name, piece in slices.items() if name in names}
+        self._slices = {
+            name: piece if adapters is None else _adapted(piece, self.factor_slices, adapters)
+            for name, piece in slices.items()
+            if not name.startswith(VALUE_HEAD) and name not in names
+        }
         self._like = next(iter(self._slices.values())).views[0]
         dtype = next(piece.views[0].dtype for name, piece in self._slices.items() if not architecture.is_float32(name))
 
@@ -247,6 +272,16 @@ class HfWeights:
         # the shapes of the weights in the order of `export`
         self.shapes: Mapping[str, tuple[int, ...]] = {weight.name: weight.shape for weight in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
+        self._factor_buckets: list[list[GatheredWeight]] = []
+        self._scale = 0.0
+        if adapters is not None:
+            self._scale = adapters.scale
+            factors = agree_on_senders(
+                factor_rules, self.factor_slices, device=self._like.device, dtype_of=lambda name: dtype
+            )
+            self._factor_buckets = buckets_of(
+                factors, element_size=self._like.element_size(), bucket_bytes=bucket_bytes
+            )
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) in rule order on rank 0, and nothing on other ranks; every rank must exhaust it.
@@ -258,10 +293,29 @@ class HfWeights:
         """
         return fused(self._gathered(), list(self._stored.values()))
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of `export` without LoRA factors."""
+        plain = {name: replace(piece, adapt=None) for name, piece in self._slices.items()}
+        return fused(self._gathered(plain), list(self._stored.values()))
+
+    def export_factors(self) -> Iterator[LoraFactors]:
+        """Yields the LoRA factors of each adapted tensor on rank 0, in rule order; every rank must exhaust it.
+
+        The call is collective.
+        """
+        gathered = (
+            found
+            for bucket in self._factor_buckets
+            for found in gather_bucket(bucket, self.factor_slices, like=self._like)
+        )
+        for rule, a in gathered:
+            _, b = next(gathered)
+            yield LoraFactors(rule.hf.removesuffix(FACTOR_A) + ".weight", a, b, self._scale)
+
+    def _gathered(self, slices: Mapping[str, WeightSlice] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of the rules on rank 0, without the padding of the vocabulary."""
         for bucket in self._buckets:
-            for rule, tensor in gather_bucket(bucket, self._slices, like=self._like):
+            for rule, tensor in gather_bucket(bucket, slices or self._slices, like=self._like):
                 yield rule.hf, tensor[: self._architecture.vocab_size] if rule.vocabulary else tensor
 
     def parts(self, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[int, str, Tensor]]:

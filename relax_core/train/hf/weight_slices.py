@@ -28,7 +28,8 @@ class WeightSlice:
 
     ``parameters`` are the parameters with this piece: two if this rank also has the output layer's copy of a tied
     embedding. ``views`` are the piece's views of their memory. ``is_copy`` is True if this rank has only the copy.
-    ``shape`` is the shape of the whole tensor without the padding of the vocabulary.
+    ``shape`` is the shape of the whole tensor without the padding of the vocabulary. ``adapt`` adds LoRA factors to the
+    piece; it is None for a tensor without factors.
     """
 
     rule: WeightRule
@@ -38,10 +39,20 @@ class WeightSlice:
     piece: int
     pieces: int
     shape: tuple[int, ...]
+    adapt: Callable[[Tensor], Tensor] | None = None
 
     @property
     def matrix(self) -> Tensor:
-        """Returns the piece as a matrix or a vector, or a copy if Megatron interleaves it with other tensors."""
+        """Returns the piece as a matrix or a vector, or a copy if Megatron interleaves it with other tensors.
+
+        A piece with LoRA factors is the sum of base and factors.
+        """
+        base = self.base_matrix
+        return base if self.adapt is None else self.adapt(base)
+
+    @property
+    def base_matrix(self) -> Tensor:
+        """Returns the piece as `matrix` does, without LoRA factors."""
         return self.views[0].reshape(piece_shape(self.views[0], self.rule))
 
     def fill(self, source: WholeTensor) -> None:
@@ -123,7 +134,7 @@ def weight_slices(
     If ``tied_output`` is True, the output weight of the last pipeline stage is a copy of the embedding, unless the last
     stage is also the first.
     """
-    parameters = _parameters_by_global_name(chunks, architecture)
+    parameters = parameters_by_global_name(chunks, architecture)
     unused = set(parameters)
     slices = {}
     for rule in rules:
@@ -136,7 +147,7 @@ def weight_slices(
         if not held:
             continue
         views = tuple(part_view(tensor_of(parameter), rule.part, architecture) for parameter in held)
-        piece, pieces = _piece_of(rule)
+        piece, pieces = piece_of_rule(rule)
         slices[rule.hf] = WeightSlice(
             rule=rule,
             parameters=tuple(held),
@@ -149,7 +160,7 @@ def weight_slices(
     return slices, unused
 
 
-def _parameters_by_global_name(
+def parameters_by_global_name(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Mapping[str, torch.nn.Parameter]:
     """Returns the parameters by name; layers and experts in the names are numbered over the whole model."""
@@ -171,7 +182,7 @@ def _numbered(chunk: torch.nn.Module, *, first_expert: int) -> Iterator[tuple[st
         yield _EXPERT.sub(lambda found: str(int(found[0]) + first_expert), global_name), parameter
 
 
-def _piece_of(rule: WeightRule) -> tuple[int, int]:
+def piece_of_rule(rule: WeightRule) -> tuple[int, int]:
     """Returns the index of this rank's piece and the number of pieces."""
     if rule.shard is Shard.replicated:
         return 0, 1
@@ -188,7 +199,8 @@ def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tens
     if part is Part.whole:
         return parameter
     if part in (Part.gate, Part.up):
-        return parameter.chunk(2, dim=0)[0 if part is Part.gate else 1]
+        rows = parameter.shape[0] // 2  # no `chunk`, because autograd does not allow writes to its results
+        return parameter[:rows] if part is Part.gate else parameter[rows:]
     if part in NET_PARTS:
         assert architecture.delta_net is not None
         return _net_view(parameter, part, architecture.delta_net)
