@@ -71,8 +71,6 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
     term is that of arXiv 2404.19733, eq. 1. A pair without trained tokens (mode.on_stale=mask) is not counted, because
     `denominator` does not count it.
     """
-    import torch
-
     assert inputs.reference_logprobs is not None, "requirements() requests a reference"
     assert inputs.num_samples % 2 == 0, "requirements() requests whole groups, and a group has two samples"
     log_ratios = inputs.logprobs - inputs.reference_logprobs
@@ -81,8 +79,8 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
     per_pair = F.preference_loss(
         margins=chosen - rejected, beta=config.beta, kind=config.loss, label_smoothing=config.label_smoothing
     )
-    trained = torch.stack(_of_pairs(F.sample_sums, inputs.loss_mask.to(chosen.dtype), inputs)).sum(0)
-    counted = (trained > 0).to(chosen.dtype)
+    trained = _of_pairs(F.sample_sums, inputs.loss_mask.to(chosen.dtype), inputs)
+    counted = (trained[0] + trained[1] > 0).to(chosen.dtype)
     loss_sum = (counted * per_pair).sum()
     surprisal, _ = _of_pairs(F.sample_means, -inputs.logprobs, inputs)
     if config.sft_coef > 0:
