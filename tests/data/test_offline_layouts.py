@@ -112,7 +112,10 @@ def test_plain_text_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
 def test_columns_without_a_value_are_not_there(tmp_path: Path, suffix: str) -> None:
-    rows = [{"text": "Once", "messages": None, "prompt": None}, {"text": None, "messages": TALK, "prompt": "a"}]
+    rows: list[dict[str, Any]] = [
+        {"text": "Once", "messages": None, "prompt": None},
+        {"text": None, "messages": TALK, "prompt": "a"},
+    ]
     source = open_rows(tmp_path, rows, "demonstrations", suffix)
     assert (source.numbered(0)[TEXT], source.numbered(1)[MESSAGES]) == ("Once", TALK)
     assert MESSAGES not in source.numbered(0) and TEXT not in source.numbered(1)
