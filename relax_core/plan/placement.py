@@ -149,7 +149,7 @@ def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]
             )
         elif role not in needed:
             yield (
-                f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} as it is set starts no such "
+                f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} with its settings has no such "
                 f"role on a GPU. Drop it. Its roles: {', '.join(needed)}."
             )
     wanted = sum(placement.roles.values())

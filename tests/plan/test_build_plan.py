@@ -107,7 +107,7 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     text = as_text(plan)
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
     unread = as_text(make_plan(load_config(["parallel.forward.tp=2"])))
-    assert "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference." in unread
+    assert "parallel.forward: with these settings the algorithm starts neither actor_fwd nor the reference." in unread
     by_actor = ["parallel.forward.tp=2", "algo.kl_coef=0.1", "placement.forward=actor"]
     (line,) = [line for line in make_plan(load_config(by_actor)).unread if "parallel.forward" in line]
     assert "placement.forward=actor" in line
@@ -332,7 +332,7 @@ def test_agents_are_counted_with_their_processes() -> None:
     (agents,) = (holder for holder in warm.memory if holder.name == "agent with its guard")
     assert agents.count == 2 * 3
     assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
-    assert "each in a process of its own: sleep 1" in " ".join(cold.episodes)
+    assert "each in a separate process: sleep 1" in " ".join(cold.episodes)
     elsewhere = make_plan(load_config(["experiment=calculator", "env=agent"]))
     assert "ask for up to 256 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]

@@ -149,4 +149,6 @@ def test_the_embedded_engine_takes_no_gpu() -> None:
     assert plan.refused == [] and plan.cache_tokens_fit is None
     assert [(place.name, place.gpus) for place in plan.places] == [("actor-0", (0,))]
     (fault,) = make_plan(planned(*ONE, "+placement.roles.rollout=1", "placement.gpus_per_node=2")).refused
-    assert fault.startswith("placement.roles.rollout=1: algo=grpo as it is set starts no such role on a GPU. Drop it.")
+    assert fault.startswith(
+        "placement.roles.rollout=1: algo=grpo with its settings has no such role on a GPU. Drop it."
+    )
