@@ -438,7 +438,7 @@ def _result(rows: list[list[object]]) -> dict[str, object]:
             f"Efficiencies: {fitted}.",
             "The rows of NeMo RL 0.4 that release 0.6 repeats show how much software alone changes: 225 s became "
             "192 s, 244 s became 152 s, and 506 s became 395 s.",
-            "verl publishes neither mean lengths nor the layout of its engines. The length in brackets is the length that "
+            "verl publishes neither mean lengths nor the layout of its engines. The length in brackets "
             "explains its update_actor, so the errors of these rows include that of the length.",
             "Not estimated: DeepSeek V3 and Nemotron 3 Nano, which are no families of Relax.",
         ],

@@ -1,4 +1,4 @@
-"""Computes the memory of a trainer's rank on a GPU: the tensors that each layer keeps for its backward pass, and the temporaries.
+"""Computes the memory of a trainer's rank on a GPU: tensors that layers keep for the backward pass, and temporaries.
 
 The terms follow the tensors that a rehearsal (plan=rehearse) finds alive at the peak, and a test compares both. Numbers
 of a layer are counted per token row of the micro-batch, in bytes.

@@ -1,4 +1,4 @@
-"""Executes plan=rehearse: runs the trainer's fullest ranks on torch's ``meta`` device, and reports the needed memory and work.
+"""Executes plan=rehearse: runs the trainer's fullest ranks on torch's ``meta`` device, and reports memory and work.
 
 Child processes run short models (`rehearsal_child.py`), and their counts are extrapolated to the model's layers
 (`relax_core.train.rehearsal.counts`). This module imports no torch.
@@ -187,8 +187,8 @@ def find_depths(config: RelaxConfig, model: ModelDimensions) -> Depths:
     """Returns the layers of a chunk in two short models.
 
     The first chunk holds the layers with outputs of the vision tower, and every chunk whole periods of kinds of layers.
-    If the complete model is not longer than the second short model, only the complete model runs. Raises ValueError (key, value, fix) if its chunks do not
-    hold whole periods, or if its stages differ and one of them is too short.
+    If the complete model is not longer than the second short model, only the complete model runs. Raises ValueError
+    (key, value, fix) if a chunk does not hold whole periods, or if the stages differ and a stage is too short.
     """
     parallel, unit = config.parallel, _period(model)
     least = -(-max(1, model.deepstack_layers) // unit) * unit

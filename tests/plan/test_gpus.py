@@ -47,7 +47,7 @@ def test_a_start_needs_the_gpus_that_it_names(gpus: FoundGpus, words: str | None
 def test_fewer_gpus_and_machines_than_asked_for_are_told() -> None:
     placement = planned("experiment=qwen3_30b_a3b_async_16gpu").placement
     nodes, gpus = machine_faults(placement, found(*[139.8] * 4))
-    assert nodes.startswith("placement.nodes=2 with a Ray of the run's own, which is this machine alone.")
+    assert nodes.startswith("placement.nodes=2 with the run's own Ray, which has only this machine.")
     assert gpus == "placement.gpus_per_node=8, and torch finds 4 on this machine. Set placement.gpus_per_node=4."
 
 
