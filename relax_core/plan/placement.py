@@ -107,8 +107,8 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
     if gpu_memory_gib(placement) == 0:
         yield (
             f"placement.gpu={'null' if placement.gpu is None else placement.gpu.value} with placement.gpu_memory_gib="
-            f"{'null' if placement.gpu_memory_gib is None else placement.gpu_memory_gib}: the memory of a GPU is unknown. "
-            f"Set placement.gpu, one of {', '.join(name.value for name in GpuName)}, or the memory in GiB."
+            f"{'null' if placement.gpu_memory_gib is None else placement.gpu_memory_gib}: the memory of a GPU is "
+            f"unknown. Set placement.gpu, one of {', '.join(name.value for name in GpuName)}, or the memory in GiB."
         )
     yield from _role_faults(config, roles)
     gpus = gpus_of(config, roles)
