@@ -240,9 +240,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     assert "empty.jsonl: it has no rows." in found(empty)
     data_file.write_text("{oops\n" + data_file.read_text())
     assert "rows.jsonl, line 1: not a JSON object" in found(data_file, "data.max_bad_rows=0")
-    message = (
-        "237 of the 237 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: row 0:"
-    )
+    message = "237 of the 237 checked rows cannot be used, more than data.max_bad_rows=0.05. The first: row 0:"
     assert message in found(data_file, "data.prompt_key=question")
     load_config(
         [f"data.path={data_file}", "experiment=math_file", "data.prompt_key=prompt", "data.answer_key=answer"],

@@ -78,7 +78,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     (
         {"prompt": "which colour?", "images": "red-00.png"},
         ("data.media_keys.image=pictures",),
-        ("data.media_keys.image=pictures", "no row that was looked at has this column", "answer, images, prompt"),
+        ("data.media_keys.image=pictures", "no checked row has this column", "answer, images, prompt"),
     ),
     (
         {"prompt": ASK, "images": "mnt/red-00.png"},
