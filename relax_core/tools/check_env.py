@@ -46,7 +46,7 @@ _SHOWN = 300
 
 
 class Problem(Exception):
-    """The environment violates its contract. The text of the exception describes the problem."""
+    """Reports that the environment violates its contract. The text describes the problem."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
