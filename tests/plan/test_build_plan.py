@@ -204,7 +204,7 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
     [
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
         (["~placement.roles.rollout"], "placement.roles.rollout is not set"),
-        (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
+        (["+placement.roles.critic=1", "placement.nodes=2"], "has no such role"),
         (
             ["placement.forward=separate", "+placement.roles.reference=1", "parallel.forward.tp=2"],
             "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",

@@ -99,7 +99,7 @@ def test_a_generated_task_costs_nothing_and_tells_its_length() -> None:
     message = "10,000 rows of digits are trained on, generated; no prompt has more than 17 tokens."
     assert found.describe(what="digits") == [message]
     assert found.looked == look.GENERATED_ROWS
-    with pytest.raises(ConfigError, match=r"64 of the 64 rows .* its prompt has 17 tokens"):
+    with pytest.raises(ConfigError, match=r"64 of the 64 checked rows .* its prompt has 17 tokens"):
         load_config(["engine.context_length=20"], checks=CHECKS)
 
 
