@@ -10,7 +10,7 @@ VERIFIERS := .venv-verifiers
 TRACKERS := .venv-trackers
 AGENTS_PINS := tests/agents_env
 ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
-# Where tests with these markers are, so that no other file is imported; tests/test_ci.py holds that all are there.
+# Folders and files of the tests with these markers: pytest imports no other file. tests/test_ci.py checks the lists.
 RUNS_IN := tests/integration
 REAL_IN := tests/real
 SIMULATED_IN := tests/simulated_device $(addprefix tests/train/,test_step.py test_updates.py test_parity.py test_critic_backend.py \
@@ -18,15 +18,15 @@ SIMULATED_IN := tests/simulated_device $(addprefix tests/train/,test_step.py tes
 SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
-# Workers that share the tests; with 0, one process runs them all. Each has engines and runs of its own. Without a value,
+# Workers that share the tests; with 0, one process runs them all. Each starts its engines and runs. Without a value,
 # `make test` has three for two cores, because its tests wait as long as they compute, and whole runs have two.
 TEST_WORKERS ?=
-# What needs neither hours, nor a program of its own, nor to kill a run.
+# Tests that need neither hours nor other programs, and that kill no run.
 ORDINARY := not soak and not slurm and not chaos and not sglang and not agents and not security and not real
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
-# Where an image sets it, each worker and each process of a test compiles the source and rewrites the assertions again.
+# Some images set it. Each worker and each process of a test would then compile the source and rewrite assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: gpu-check env test-env run run-see run-omni run-episodes real-env run-real test-real test test-runs test-whole-runs test-chaos test-security test-soak test-gpu-branch test-simulated-device slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint docs-env docs clean
@@ -46,7 +46,7 @@ run-see: env $(VENV)/.relax-omni
 run-omni: env $(VENV)/.relax-omni
 	$(BIN)/python -m relax_core model=tiny_qwen3_omni data=four_modalities $(ARGS)
 
-# Both experiments of several turns on one seed; it fails if one does not learn its task (docs/episodes.md).
+# Both multi-turn experiments with one seed; fails if an experiment does not learn its task (docs/episodes.md).
 run-episodes: env
 	$(BIN)/python -m benchmarks.learning --seeds 1 --only number_guess calculator $(ARGS)
 
@@ -64,7 +64,7 @@ test: test-env
 test-runs: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "integration and $(ORDINARY)" $(RUNS_IN) $(ARGS)
 
-# Both at once: one session divides all of them, which ends sooner than one after the other.
+# Whole runs and kills in one pytest session, which is faster than two sessions.
 test-whole-runs: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "integration and $(subst not chaos and ,,$(ORDINARY))" -o faulthandler_timeout=600 $(RUNS_IN) $(ARGS)
 
@@ -80,12 +80,12 @@ test-real: test-env real-env $(VENV)/.relax-real-test
 test-security: test-env
 	@$(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "security and not soak" tests/security $(ARGS)
 
-# What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
+# Tests that take minutes, repeat a test with other seeds, or need the network: for a nightly run.
 test-soak: test-env
 	@$(BIN)/python -m pytest -q -m "soak" $(ARGS)
 	@$(MAKE) --no-print-directory test-gpu-branch test-simulated-device
 
-# The trainer's tests in its GPU branch, on CPU tensors; tests/train/test_gpu_branch.py, in `make test`, has its core.
+# The trainer's tests in its GPU branch, on CPU tensors; tests/train/test_gpu_branch.py, in `make test`, has the most important tests.
 test-gpu-branch: test-env
 	@RELAX_TRAIN_DEVICE=gpu_branch_on_cpu $(BIN)/python -m pytest -q -n $(or $(TEST_WORKERS),2) -m "$(ORDINARY)" tests/train $(ARGS)
 
@@ -112,7 +112,7 @@ slurm:
 	         "make test-slurm as root" >&2; exit 1; \
 	  fi; }
 
-# A browser for tests/server/test_page.py, which is skipped without one. The page itself needs the user's own alone.
+# A browser for tests/server/test_page.py, which is skipped without a browser.
 dashboard-browser:
 	@command -v chromium >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -133,7 +133,7 @@ sandbox:
 test-slurm: test-env slurm
 	@$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
-# The real SGLang server on CPU cores, in an environment of its own (2.8 GB): its pins are not ours.
+# The real SGLang server on CPU cores, in a separate environment (2.8 GB), because its pinned versions differ from Relax's.
 sglang-cpu: $(SGLANG)/.relax-sglang
 
 run-sglang: env sglang-cpu
@@ -142,8 +142,8 @@ run-sglang: env sglang-cpu
 test-sglang: test-env sglang-cpu
 	@$(BIN)/python -m pytest -q -m "sglang and not soak" -o faulthandler_timeout=600 $(SGLANG_IN) $(ARGS)
 
-# Clients of agents and the packages of further environments, each with versions of its own (1.2 GB): they fit neither into
-# the environment of Relax nor all into one. A lock names every package, so pip need not resolve.
+# Clients of agents and packages of further environments (1.2 GB). Their versions conflict with Relax's and with each
+# other, so they need two environments. A lock names every package, so pip need not resolve.
 agents-env: $(AGENTS)/.relax-agents $(VERIFIERS)/.relax-verifiers
 
 test-agents: test-env agents-env
@@ -153,7 +153,7 @@ test-agents: test-env agents-env
 # All environments of other programs, which `.ci/run` makes while its first stages run.
 environments: $(ENVIRONMENTS)
 
-# W&B, MLflow and ClearML (300 MB), in an environment of their own that sees the packages of $(VENV), too.
+# W&B, MLflow and ClearML (300 MB), in a separate environment that also has the packages of $(VENV).
 trackers-env: $(TRACKERS)/.relax-trackers
 
 test-trackers: test-env trackers-env
@@ -179,7 +179,7 @@ clean:
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "relax: $(PYTHON) is missing. Install Python 3.11 with venv (Debian, Ubuntu: apt-get install python3.11 python3.11-venv)," \
-	       "or name another: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
+	       "or name another program: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "relax: $(PYTHON) is not Python 3.11, 3.12 or 3.13. Name one: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

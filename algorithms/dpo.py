@@ -68,7 +68,8 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
     """Returns the sum over pairs of `F.preference_loss`, plus ``sft_coef`` times the chosen response's mean -log π.
 
     A response's log-ratio is the sum over its tokens. With ``length_normalized``, and for IPO, it is the mean. The SFT
-    term is that of arXiv 2404.19733, eq. 1.
+    term is that of arXiv 2404.19733, eq. 1. A pair without trained tokens (mode.on_stale=mask) is not counted, because
+    `denominator` does not count it.
     """
     assert inputs.reference_logprobs is not None, "requirements() requests a reference"
     assert inputs.num_samples % 2 == 0, "a micro-batch has whole pairs"
@@ -78,7 +79,9 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
     per_pair = F.preference_loss(
         margins=chosen - rejected, beta=config.beta, kind=config.loss, label_smoothing=config.label_smoothing
     )
-    loss_sum = per_pair.sum()
+    trained = _of_pairs(F.sample_sums, inputs.loss_mask.to(chosen.dtype), inputs)
+    counted = (trained[0] + trained[1] > 0).to(chosen.dtype)
+    loss_sum = (counted * per_pair).sum()
     surprisal, _ = _of_pairs(F.sample_means, -inputs.logprobs, inputs)
     if config.sft_coef > 0:
         loss_sum = loss_sum + config.sft_coef * surprisal.sum()
@@ -89,10 +92,10 @@ def loss(inputs: LossInputs, config: DpoConfig) -> LossOutputs:
         "rejected_reward": config.beta * rejected,
         "chosen_surprisal": surprisal,
     }
-    count = chosen.new_tensor(float(len(chosen)))
+    # A pair that is not counted adds 0 to each sum.
     return LossOutputs(
         loss_sum=loss_sum,
-        metric_sums={name: (values.detach().sum(), count) for name, values in with_gradient.items()},
+        metric_sums={name: (values.detach().sum(), counted.sum()) for name, values in with_gradient.items()},
     )
 
 

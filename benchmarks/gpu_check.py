@@ -336,7 +336,7 @@ def machine() -> dict[str, Any]:
 
 
 def run_checks(given: Given, names: Sequence[str]) -> list[Line]:
-    """Returns the lines of the checks; one that fails without a result is a line that failed."""
+    """Returns the lines of the checks; a check without a result has a line that failed."""
     lines: list[Line] = []
     try:
         given.part("models", "cpu")

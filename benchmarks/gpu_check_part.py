@@ -1,4 +1,4 @@
-"""Computes one part of `benchmarks.gpu_check` on the device that ``RELAX_TRAIN_DEVICE`` names, in a process of its own.
+"""Computes one part of `benchmarks.gpu_check` on the device that ``RELAX_TRAIN_DEVICE`` names, in a separate process.
 
     python -m benchmarks.gpu_check_part PART FOLDER
 

@@ -3,7 +3,7 @@
     python -m benchmarks.step_time [--fit] [--json FILE]
 
 Relax has not run on several GPUs, so its estimates (relax_core/plan/step_time.py) use efficiencies that were fitted to
-the rows of `FITTED`: NeMo RL's table for H100, whose recipes give layouts, batches and engines. All other rows were not
+the rows of `FITTED`: NeMo RL's table for H100; its recipes give layouts, batches and engines. All other rows were not
 used in the fit: the same table for GB200, rows of an older release, and verl's table for H20. ``--fit`` repeats the fit
 over a grid and prints the best values, without changing the code. It takes a minute.
 
@@ -438,7 +438,7 @@ def _result(rows: list[list[object]]) -> dict[str, object]:
             f"Efficiencies: {fitted}.",
             "The rows of NeMo RL 0.4 that release 0.6 repeats show how much software alone changes: 225 s became "
             "192 s, 244 s became 152 s, and 506 s became 395 s.",
-            "verl publishes neither mean lengths nor the layout of its engines. The length in brackets is the one that "
+            "verl publishes neither mean lengths nor the layout of its engines. The length in brackets "
             "explains its update_actor, so the errors of these rows include that of the length.",
             "Not estimated: DeepSeek V3 and Nemotron 3 Nano, which are no families of Relax.",
         ],

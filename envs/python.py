@@ -80,8 +80,8 @@ class PythonTool(BaseInteractionEnv):
         return shown(result, self._limits)
 
 
-def python(code: Annotated[str, "the program; only what it prints is returned"]) -> str:
-    """Runs a Python 3 program and returns what it prints. It has no network and keeps nothing between calls."""
+def python(code: Annotated[str, "the program; only its printed output is returned"]) -> str:
+    """Runs a Python 3 program and returns its printed output. It has no network and keeps nothing between calls."""
     return code
 
 

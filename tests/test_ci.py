@@ -63,7 +63,7 @@ def ci(folder: Path, *, fails: str = "", **variables: str) -> subprocess.Complet
     return subprocess.run([folder / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Path) -> None:
+def test_all_stages_run_and_print_their_seconds_before_the_last_stage(tmp_path: Path) -> None:
     done = ci(tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -103,7 +103,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
         ("docs-env", "make docs is skipped"),
     ],
 )
-def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missing: str, message: str) -> None:
+def test_a_stage_without_its_packages_is_skipped_with_a_message(tmp_path: Path, missing: str, message: str) -> None:
     done = ci(tmp_path, fails=missing)
     assert done.returncode == 0 and message in done.stdout
     assert f"stage test-{missing.removesuffix('-env')}" not in done.stdout
@@ -118,7 +118,7 @@ def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missi
         ("4000", {}, ["0", "0"]),
     ],
 )
-def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
+def test_stages_of_sglang_and_agents_get_the_remaining_minutes(
     tmp_path: Path, seconds: str, most: dict[str, str], expected: list[str]
 ) -> None:
     done = ci(tmp_path, SECONDS=seconds, **most)  # bash's SECONDS continues from this value

@@ -78,7 +78,7 @@ def table(page: str, heading: str) -> list[list[str]]:
     return rows[2:]
 
 
-def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
+def test_every_folder_has_a_docstring_with_purpose_and_first_file() -> None:
     for folder, file in packages().items():
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         assert len(text.splitlines()) >= 2, f"{folder}: two lines: the folder's purpose, and the file to read first"
@@ -87,7 +87,7 @@ def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
         assert (file.parent / start[1]).is_file(), f"{folder}: {start[1]} is not there"
 
 
-def test_one_base_name_stands_for_one_thing() -> None:
+def test_a_base_name_has_one_meaning() -> None:
     """A text search cannot distinguish two modules of relax_core with the same base name."""
     places: dict[str, list[str]] = {}
     for file in files(".py"):
@@ -109,7 +109,7 @@ def test_a_replaced_word_is_gone(word: str) -> None:
     assert not found, f"say {REPLACED[word]}:\n" + "\n".join(found)
 
 
-def test_a_search_finds_what_the_field_calls_by_name() -> None:
+def test_a_search_for_a_term_of_the_field_finds_a_name() -> None:
     rows = table("where_is.md", "# Where is what")
     assert len(rows) >= 20
     for word, cell, *_ in rows:

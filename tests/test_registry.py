@@ -1,4 +1,4 @@
-"""Tests plug-ins by name, by file and by entry point, and the errors of broken ones."""
+"""Tests plug-ins by name, by file and by entry point, and the errors of broken plug-ins."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ def own_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scratch]:
         made.close()
 
 
-def test_nothing_left_is_nothing_told(own_scratch: Scratch) -> None:
+def test_without_remains_nothing_is_reported(own_scratch: Scratch) -> None:
     assert own_scratch.left() == []
     own_scratch.close()
     assert not own_scratch.folder.exists()
 
 
-def test_folders_memory_and_processes_are_told_with_their_test(own_scratch: Scratch) -> None:
+def test_remaining_folders_memory_and_processes_are_reported_with_their_test(own_scratch: Scratch) -> None:
     weights = SHARED_MEMORY / f"relax-0-{os.urandom(4).hex()}"
     weights.mkdir()
     with owned(weights, f"a run, beside {own_scratch.folder}/rlx-1"):

@@ -67,7 +67,7 @@ def test_a_file_is_a_group_and_long_groups_begin_first() -> None:
     assert sorted(ids, key=place_of) == ids[::-1]
 
 
-def test_each_worker_has_a_folder_of_its_own_and_tells_what_is_left_in_it(tmp_path: Path) -> None:
+def test_each_worker_has_a_separate_folder_and_reports_its_remains(tmp_path: Path) -> None:
     (tmp_path / "test_leaves.py").write_text(LEAVES)
     (tmp_path / "test_leaves_nothing.py").write_text(LEAVES_NOTHING)
     (tmp_path / "hasty.py").write_text("from tests import scratch\n\nscratch.GONE_S = 0.0\n")

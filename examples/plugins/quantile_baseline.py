@@ -1,4 +1,4 @@
-"""An algorithm whose advantages are rewards minus a quantile of the group's rewards; the rest is Relax's PPO loss."""
+"""An algorithm with advantages of rewards minus a quantile of the group's rewards, and with Relax's PPO loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ByteDance's Seed-OSS: a decoder like Llama's, whose query, key and value projections have biases.
+"""ByteDance's Seed-OSS: a decoder like Llama's, with biases on the query, key and value projections.
 
 python -m relax_core model=folder model.family=examples/plugins/seed_oss.py model.path=/models/Seed-OSS-36B-Instruct
 """
@@ -20,7 +20,7 @@ def check(config: HfConfig) -> None:
 
 SPEC = Family(
     name="seed_oss",  # config.json's model_type
-    summary="Seed-OSS: biases on query, key and value; a head of its own.",
+    summary="Seed-OSS: biases on query, key and value; a separate output matrix.",
     qkv_bias=True,
     only=(
         RequiredValue("attention_bias", True, "query, key and value always add a bias"),

@@ -60,7 +60,7 @@ def function_text(function: RewardFunction) -> str:
         raise ConfigError(
             [
                 f"reward={function!r}: it is async, but a worker process makes one call at a time. Give a plain "
-                "function, or a plug-in file whose SPEC has an async score."
+                "function, or a plug-in file with an async score in its SPEC."
             ]
         )
     import cloudpickle

@@ -209,7 +209,7 @@ def explain_lease(core: ReplayBuffer, request: LeaseRequest, *, waited_s: float)
         *_leases(core, request.task),
         *_count(ready, "ready"),
     ]
-    return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
+    return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new groups'}"
 
 
 def admit_owed_by(core: ReplayBuffer, worker: int) -> list[str]:

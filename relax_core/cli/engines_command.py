@@ -105,15 +105,15 @@ def _order(client: GatewayClient, way: str, body: dict[str, Any], given: argpars
     return _FAILED if not given.no_wait and _follow(client, way, order) in ("FAILED", "CANCELLED") else 0
 
 
-def _dry_run(told: dict[str, Any]) -> Iterator[str]:
+def _dry_run(effect: dict[str, Any]) -> Iterator[str]:
     """Yields the effect of an order, the resources of new engines, and warnings."""
-    gone = f"; {', '.join(told['engine_ids'])} would leave" if told["engine_ids"] else ""
-    yield f"{told['engines_now']} engines would become {told['engines_then']}{gone}"
-    if told["memory_bytes"] is not None:
-        free = "" if told["free_memory_bytes"] is None else f" of {told['free_memory_bytes'] / GIB:.1f} GiB free"
-        cores = "" if told["machine_cores"] is None else f" of {told['machine_cores']}"
-        yield f"they take {told['memory_bytes'] / GIB:.1f} GiB{free}, and {told['cores']}{cores} cores"
-    yield from (f"but {warning}" for warning in told["warnings"])
+    gone = f"; {', '.join(effect['engine_ids'])} would leave" if effect["engine_ids"] else ""
+    yield f"{effect['engines_now']} engines would become {effect['engines_then']}{gone}"
+    if effect["memory_bytes"] is not None:
+        free = "" if effect["free_memory_bytes"] is None else f" of {effect['free_memory_bytes'] / GIB:.1f} GiB free"
+        cores = "" if effect["machine_cores"] is None else f" of {effect['machine_cores']}"
+        yield f"they take {effect['memory_bytes'] / GIB:.1f} GiB{free}, and {effect['cores']}{cores} cores"
+    yield from (f"but {warning}" for warning in effect["warnings"])
 
 
 def _cancel(client: GatewayClient, given: argparse.Namespace) -> int:

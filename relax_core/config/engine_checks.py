@@ -124,7 +124,7 @@ def no_media_problems(config: RelaxConfig) -> Iterator[str]:
     if config.engine.urls and (media_not_sent(config) or config.data.task in MEDIA_TASKS):
         yield (
             f"engine.urls with media in prompts: a server of engine={config.engine.name} that the run did not start "
-            "does not get the media. Drop engine.urls, or use engine=sglang, whose servers get images."
+            "does not get the media. Drop engine.urls, or use engine=sglang: its servers get images."
         )
 
 

@@ -50,15 +50,15 @@ def modality_of_row(row: DataRow | BadRow) -> str:
 
 def mix_problem(mix: Any) -> str | None:
     """Returns the problem (key, value, fix) of a value of data.mix, or None."""
-    told, example = f"data.mix={mix}", "Give shares such as data.mix={video: 0.25, text: 0.75}, or null."
+    setting, example = f"data.mix={mix}", "Give shares such as data.mix={video: 0.25, text: 0.75}, or null."
     if not isinstance(mix, dict) or not mix or any(type(share) not in (int, float) for share in mix.values()):
-        return f"{told} is not a mapping from modalities to numbers. {example}"
+        return f"{setting} is not a mapping from modalities to numbers. {example}"
     for name in mix:
         if name not in MODALITIES:
-            return f"{told}: {name} is not a modality. Use some of: {', '.join(MODALITIES)}."
+            return f"{setting}: {name} is not a modality. Use some of: {', '.join(MODALITIES)}."
     if not min(mix.values()) >= MIN_SHARE or not abs(sum(mix.values()) - 1.0) <= 1e-9:
         total = sum(mix.values())
-        return f"{told}: the shares sum to {total:g}. They are at least {MIN_SHARE:g} each and sum to 1. {example}"
+        return f"{setting}: the shares sum to {total:g}. They are at least {MIN_SHARE:g} each and sum to 1. {example}"
     return None
 
 

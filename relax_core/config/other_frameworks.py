@@ -114,8 +114,8 @@ data.eval_path < val_files data.val_files eval_dataset
 reward.name < reward_funcs custom_reward_function.path reward_fn | a name, or a file's path
 tracker.tensorboard < report_to logger trainer.logger | others by tracker=wandb, mlflow or clearml
 tracker=wandb < wandb wandb_project use_wandb tracker.project | with tracker.sinks.wandb.project=NAME
-model optimizer algo rollout engine parallel < @ | by what it is about
-run eval placement tracker < trainer | by what it is about; every run trains with Megatron, whose layout is parallel.*
+model optimizer algo rollout engine parallel < @ | choose the group by topic
+run eval placement tracker < trainer | choose the group by topic; Megatron trains every run, in the layout parallel.*
 parallel.dp parallel.distributed_optimizer < fsdp fsdp_config fsdp_size strategy deepspeed zero_stage ddp | every run
   trains with Megatron; parallel=dp2_sharded shards the optimizer
 - < lora lora_rank lora_alpha lora_r finetuning_type use_peft use_lora peft peft_config load_in_4bit | Relax has no

@@ -201,7 +201,7 @@ def usual_problems(config: RelaxConfig) -> Iterator[str]:
         # Another problem reports a value outside the valid range.
         if math.isfinite(value) and (key not in RANGES or RANGES[key].holds(value)):
             yield (
-                f"{key}={value}: runs use {usual.describe()} ({usual.why}). Give another value, or confirm this one: "
+                f"{key}={value}: runs use {usual.describe()} ({usual.why}). Give another value, or confirm this value: "
                 f"run.confirm=[{','.join([*confirmed, key])}]."
             )
 

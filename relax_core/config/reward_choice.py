@@ -59,7 +59,7 @@ class RewardChoice:
             )
         if spec.combine is not None and config.by is not None:
             raise ValueError(
-                f"reward.by={config.by} with reward={spec.name}, whose parts score every row. Use when=… in the parts "
+                f"reward.by={config.by} with reward={spec.name}: its parts score every row. Use when=… in the parts "
                 "instead of reward.by, or another reward."
             )
         if parts and spec.combine is None and config.by is None:
@@ -227,7 +227,7 @@ class RewardChoice:
             made = combine(given, outputs, self.own.config)
         except Exception as error:  # plug-in code
             return RewardOutput(reward=None, reason=plugin_error_text(error), cause="raised"), error
-        assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
+        assert isinstance(made, RewardOutput), "the registry checks the result of a reward"
         parts = {name: value for label, output in outputs.items() for name, value in labelled(label, output).items()}
         return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MAX_WHY]), None
 

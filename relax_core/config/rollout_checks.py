@@ -261,6 +261,6 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         )
     if reward.by is not None and task is not None:
         yield (
-            f"reward.by={reward.by} with data.task={task}, whose rows have no such column. Drop reward.by, or give "
+            f"reward.by={reward.by} with data.task={task}: its rows have no such column. Drop reward.by, or give "
             "rows that name their reward: data=file data.path=ROWS.jsonl."
         )

@@ -49,7 +49,7 @@ REMOVED = {
     "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
     **{f"launcher.{option}": f'Use launcher.sbatch=["--{option}=..."]' for option in ("account", "qos", "constraint")},
     "bus.storage_units": f"{_FIXED}, at 1",
-    "data.row_group_mb": f"{_FIXED}, at 32 MB; the error of a larger row group shows how to write smaller ones",
+    "data.row_group_mb": f"{_FIXED}, at 32 MB; the error of a larger row group shows how to write smaller groups",
     "engine.host": "Engines listen on loopback, or on the address of their node of a Ray cluster",
     **{f"env.code_{name}": f"{_FIXED}, at {value}" for name, value in _CODE_LIMITS.items()},
     "env.heartbeat_s": f"{_FIXED}, at 20 s",

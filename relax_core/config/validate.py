@@ -156,7 +156,7 @@ def _no_autoscaler(config: RelaxConfig) -> str:
     if config.gateway.name == "none":
         return "with gateway=none: it orders engines through the gateway's order book. Use gateway=local."
     if config.mode.name is ModeName.colocate:
-        return "with mode=colocate, in which no engine comes or goes. Use mode=async."
+        return "with mode=colocate, because its engines are fixed. Use mode=async."
     if config.engine.urls:
         return "with engine.urls: the run starts no engines. Drop one of the two."
     if config.placement.gpus_per_node:
@@ -278,7 +278,7 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
         kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
         for name, values in plugins_of(config.tracker.sinks, key=key):
             if name in FILE_SINKS:
-                yield f"{key}: {name} has a key of its own. Use tracker.{name}=true."
+                yield f"{key}: {name} has a separate key. Use tracker.{name}=true."
             else:
                 find_sink(name).check(plugin_config("sink", name, values, section=f"{key}.{short_name(name)}"))
     except ValueError as error:
@@ -430,7 +430,7 @@ def _check_source(config: RelaxConfig) -> Iterator[str]:
     data = config.data
     for key in ("task", "path", "paths"):
         if (value := getattr(data, key)) is not None:
-            yield f"data.{key}={value} with data.name={data.name}: the plug-in has rows of its own. Drop data.{key}."
+            yield f"data.{key}={value} with data.name={data.name}: the plug-in supplies the rows. Drop data.{key}."
     try:
         source_config = plugin_config("data", data.name, data.config, section="data.config")
         find_data_source(data.name).check(source_config)
@@ -475,7 +475,7 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
     if run.keep_best is not None and not evaluation.every:
         yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
     if run.patience and run.keep_best is None:
-        yield f"run.patience={run.patience}: name what has to get better, e.g. run.keep_best=eval/exact."
+        yield f"run.patience={run.patience}: name the metric that must improve, e.g. run.keep_best=eval/exact."
 
 
 def _check_notify(config: RelaxConfig) -> Iterator[str]:

@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 600.0  # longest wait of one call of a role
 
 
 class BusTimeout(TimeoutError):
-    """A wait passed its deadline. The text says what the call waited for, for how long, and which task has to act."""
+    """A wait passed its deadline. The text names the awaited data, the duration, and the task that has to act."""
 
 
 class BusClosed(RuntimeError):
@@ -180,7 +180,7 @@ class BusWait(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a call that waits in the bus.
 
     ``task`` and ``worker`` identify the caller; ``worker`` is its index among the task's workers. ``since_s`` is the
-    time in seconds since the start of the wait. ``text`` says what the call waits for, with uids. ``owed_by`` lists the
+    time in seconds since the start of the wait. ``text`` describes the awaited data, with uids. ``owed_by`` lists the
     tasks that have to act before the call can continue; a rollout worker appears as "rollout-1".
     """
 

@@ -53,7 +53,7 @@ from relax_core.contracts.untrusted_values import clean_text, clean_value, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None if it could not be computed"
+A_REWARD = "a finite number, or RewardOutput(reward=…), with reward=None if it could not be computed"
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
@@ -460,7 +460,7 @@ def _checked_step(came: Any, source: PluginFunction, *, keyed: bool) -> StepResu
         raise source.wrong(not_awaited(came), A_STEP)
     reward = None if came.reward is None else as_number(came.reward)
     if came.reward is not None and reward is None:
-        raise source.wrong(came.reward, "a finite number, or None if the turn has no reward of its own", what="reward")
+        raise source.wrong(came.reward, "a finite number, or None if the turn has no reward", what="reward")
     if reward is not None and (why := too_large(reward)) is not None:
         raise ValueError(f"reward is {shown(came.reward)}, {why}")
     done = as_number(came.done)

@@ -89,7 +89,7 @@ class OwnedProcesses:
             self._end(name)
 
     def end_adopted_processes(self) -> None:
-        """Kills the processes whose owners have exited."""
+        """Kills each process if its owner has exited."""
         for name in [name for name, (owner, _) in self._owners.items() if _has_exited(owner)]:
             self._end(name)
 

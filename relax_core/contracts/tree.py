@@ -295,7 +295,8 @@ def check_tree(tree: TokenTree) -> None:
             raise wrong(f"episode {episode.uid} has a turn without a token: drop such an answer")
         if not all(turn.reward is None or math.isfinite(turn.reward) for turn in episode.turns):
             raise wrong(
-                f"episode {episode.uid} has a turn whose reward is not finite: use None for a turn without a reward"
+                f"episode {episode.uid} has a turn with a reward that is not finite: use None for a turn "
+                "without a reward"
             )
         rows = [*episode.leaves, *(row for turn in episode.turns for row in (turn.start, turn.end - 1))]
         if not episode.leaves or min(rows) < 0 or max(rows) >= tree.rows:

@@ -109,7 +109,7 @@ class ScaleRules:
                 return engines, f"{message}, but no sample waits in an engine, so another engine would get none"
             if engines >= self._most:
                 return engines, f"{message}; more than {self._most} engines are not allowed or would get no samples"
-            full = f"{signals.waiting:.1f} samples wait in engines, whose caches are {signals.cache_share:.0%} full"
+            full = f"{signals.waiting:.1f} samples wait in engines with caches that are {signals.cache_share:.0%} full"
             return engines + 1, f"{message}, more than {OUT_WAIT:.0%}, and {full}"
         if signals.wait_share < IN_WAIT and signals.idle_share > IN_IDLE:
             message += f", less than {IN_WAIT:.0%}, and engines were idle {signals.idle_share:.0%} of the time"

@@ -73,7 +73,7 @@ class _Joining:
     """Holds the state of a joining engine, which must serve before ``deadline``.
 
     ``wanted`` is the newest weight version at the time when the engine was up. ``probed`` is the comparison with
-    another engine, and ``url`` the engine's address in this comparison. ``told`` is the reason why the owner waits,
+    another engine, and ``url`` the engine's address in this comparison. ``waiting_reason`` says why the owner waits,
     such as weights that the engine refuses.
     """
 
@@ -82,7 +82,7 @@ class _Joining:
     stage: JoinStage = "CREATING"
     probed: Future[str] | None = None
     url: str = ""
-    told: str = ""
+    waiting_reason: str = ""
 
 
 @dataclass(kw_only=True)
@@ -194,7 +194,7 @@ class EngineChanges:
         if beat is not None and beat.life == "alive":
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
             status = beat.status
-            joining.told = status.detail if status is not None and status.state == "waiting" else ""
+            joining.waiting_reason = status.detail if status is not None and status.state == "waiting" else ""
         if joining.probed is not None and report is not None and report.url != joining.url:
             joining.probed = joining.wanted = None  # the owner restarted and started another engine process
         if joining.probed is not None and joining.probed.done():
@@ -272,7 +272,7 @@ class EngineChanges:
 
 
 def _because(joining: _Joining) -> str:
-    return f": {joining.told}" if joining.told else ""
+    return f": {joining.waiting_reason}" if joining.waiting_reason else ""
 
 
 def _report(beats: Mapping[str, WorkerHeartbeat], number: int) -> EngineReport | None:

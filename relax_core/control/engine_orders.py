@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def open_order_store(run_dir: Path, *, count: int, anew: bool) -> tuple[EngineOrderStore, EngineSet]:
     """Opens the order book of a run. Returns the order book, and the run's engines according to the order book.
 
-    ``count`` is engine.count. ``anew`` says that a new command begins: the open orders of an earlier command are then
+    ``count`` is engine.count. If ``anew``, a new command begins: the open orders of an earlier command are
     ended, and the run has only the engines of the configuration.
     """
     order_store = EngineOrderStore(run_dir)

@@ -97,7 +97,7 @@ def _numbers_of(status: WorkerStatus) -> dict[str, float]:
     report = status.engine
     if report is None:
         return {"version": -1.0, "restarts": float(status.restarts)}
-    told = {"version": report.version, "running": report.running, "waiting": report.waiting}
+    reported = {"version": report.version, "running": report.running, "waiting": report.waiting}
     rates = {"tokens_per_s": report.tokens_per_s, "cache_share": report.cache_share}
-    known: dict[str, float | None] = {**told, **rates, "restarts": status.restarts}
+    known: dict[str, float | None] = {**reported, **rates, "restarts": status.restarts}
     return {name: float(value) for name, value in known.items() if value is not None}

@@ -120,9 +120,9 @@ class RunAlarms:
                 "restarts", "tier 1", f"{len(self._restarts)} restarts in place in an hour; the last: {cause}"
             )
 
-    def stragglers(self, told: Iterable[Straggler]) -> None:
+    def stragglers(self, stragglers: Iterable[Straggler]) -> None:
         """Records new and recovered stragglers."""
-        for straggler in told:
+        for straggler in stragglers:
             if straggler.ended:
                 self.over("straggler", straggler.who)
             else:
@@ -220,19 +220,19 @@ class RunAlarms:
             return
         what = cause if event == "rule" else TITLES[event].format(cause=cause)
         if is_over:
-            told = self._alarm_log.over(event, cause, title=f"{self._name}: over: {what}", text=self._where)
+            alarm = self._alarm_log.over(event, cause, title=f"{self._name}: over: {what}", text=self._where)
         else:
             text = partial(self._with_where, words)
-            told = self._alarm_log.report(event, cause, title=f"{self._name}: {what}", text=text)
-        if told is None:
+            alarm = self._alarm_log.report(event, cause, title=f"{self._name}: {what}", text=text)
+        if alarm is None:
             return
-        more = f"; {told.left_out} times more since the last message" if told.left_out else ""
+        more = f"; {alarm.left_out} times more since the last message" if alarm.left_out else ""
         if self._alarm_log.problem:
             self._lines.append(self._alarm_log.problem)
         if event not in SEEN_ANYWAY:
-            known = "" if is_over else f" ({told.text.splitlines()[0]})"
-            self._lines.append(f"alarm: {told.title.partition(': ')[2]}{known}{more}")
-        self._sender.put(told.title, told.text)
+            known = "" if is_over else f" ({alarm.text.splitlines()[0]})"
+            self._lines.append(f"alarm: {alarm.title.partition(': ')[2]}{known}{more}")
+        self._sender.put(alarm.title, alarm.text)
 
     def _with_where(self, words: str) -> str:
         return f"{clean(words)}\n{self._where()}"

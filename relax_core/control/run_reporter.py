@@ -128,10 +128,10 @@ class RunReporter:
     def report_stragglers(self) -> None:
         """Reports new and recovered stragglers, on the terminal and in the metrics."""
         self.stragglers.add_records(self.records)
-        told = self.stragglers.take()
+        straggling = self.stragglers.take()
         if self._alarms is not None:
-            self._alarms.stragglers(told)
-        for straggler in told:
+            self._alarms.stragglers(straggling)
+        for straggler in straggling:
             self.report(straggler_text(straggler))
             self._events.record(STRAGGLER, self.step, straggler_numbers(straggler))
             self._events.record_texts(STRAGGLER, self.step, [straggler_row(straggler)])
@@ -228,13 +228,13 @@ def open_reporter(
 ) -> RunReporter:
     """Returns the reporter of a run, with the stragglers that earlier processes reported."""
     config = context.config
-    told = reported_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
+    straggling = reported_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
     return RunReporter(
         panel,
         events,
         run_dir=context.run_dir,
         trackers=trackers,
         step=context.start_step,
-        stragglers=StragglerWatch(equal_trainers(config), earlier=told),
+        stragglers=StragglerWatch(equal_trainers(config), earlier=straggling),
         alarms=alarms,
     )

@@ -52,14 +52,14 @@ class Watchdog:
         self._context = context
         self._services = services
         self._stalled, self._goes_on = stalled, goes_on
-        self._told = False
+        self._is_shown = False
         self._since = self._reported = time.monotonic()
 
     def moved(self) -> None:
         """Resets the time, because a train step ended or the trainer's checkpoint made progress."""
         self._since = self._reported = time.monotonic()
-        if self._told:
-            self._told = False
+        if self._is_shown:
+            self._is_shown = False
             self._goes_on()
 
     def look(self, beats: Mapping[str, WorkerHeartbeat], roles: Sequence[RoleState], *, step: int) -> Finding | None:
@@ -89,7 +89,7 @@ class Watchdog:
     def _report(self, beats: Mapping[str, WorkerHeartbeat], step: int, idle_s: float) -> None:
         text = self._text(beats, f"no train step ended for {idle_s:.0f} s at step {step}")
         blockers = next((line.strip() for line in text.splitlines() if line.startswith("  blocker:")), "")
-        self._told = True
+        self._is_shown = True
         self._stalled(f"no train step ended for {idle_s:.0f} s; {blockers}")
         print(text, file=sys.stderr, end="", flush=True)
         log = self._context.log_dir / LOG

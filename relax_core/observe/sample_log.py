@@ -171,19 +171,19 @@ class SampleLog:
         return made
 
     def _write_forever(self) -> None:
-        told = False
+        warned = False
         while True:
             last = self._closing.is_set()
             batch = [self._queue.popleft() for _ in range(len(self._queue))]
             made = [record for _, make in batch for record in make()]
             try:
                 self._write(made)
-                told = False
+                warned = False
             except OSError as error:
                 self.left_out += len(made)
-                if not told:
+                if not warned:
                     log.warning("samples: %s. The run goes on; the dashboard lacks these samples.", error)
-                told = True
+                warned = True
             self._done_bytes += sum(nbytes for nbytes, _ in batch)
             if last:
                 self._tokens.close()

@@ -474,7 +474,7 @@ def unfair_shares(modalities: Mapping[str, Any]) -> Iterator[str]:
             continue
         why = ", ".join(f"{count:,} {reason}" for reason, count in modality["dropped"].items()) or "none"
         yield (
-            f"Modality {name} is {issued:.1%} of the issued samples and {trained:.1%} of the trained ones (dropped: "
+            f"Modality {name} is {issued:.1%} of the issued samples and {trained:.1%} of the trained samples (dropped: "
             f"{why}). data.mix keeps its share."
         )
 

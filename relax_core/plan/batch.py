@@ -198,7 +198,7 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
     if not (command := agent_command_of(config, spec)):
         return [f"External agents ask for up to {at_once} tasks at one time at {endpoint}."]
-    how = f"{at_once} processes take task after task" if agent.workers else "each in a process of its own"
+    how = f"{at_once} processes take task after task" if agent.workers else "each in a separate process"
     return [
         f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
         f"{endpoint}.",

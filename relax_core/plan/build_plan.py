@@ -307,7 +307,7 @@ def _shared_memory_warning(memory: Sequence[MemoryHolder], transfers: Transfers,
         of_items = f" and media items {size_text(items)}" if items else ""
         yield (
             f"{folder} has {size_text(free)} free, but {transfers.published_bytes // transfers.sync_bytes} weight "
-            f"versions need {size_text(transfers.published_bytes)}{of_items}. Free some of it, or make it larger: "
+            f"versions need {size_text(transfers.published_bytes)}{of_items}. Free some memory there, or enlarge it: "
             f"mount -o remount,size=SIZE {folder}; in a container: --shm-size=SIZE."
         )
 

@@ -66,7 +66,7 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         return _with_context(config, UNKNOWN_PROMPT), [str(error)]
     if find_env(config.env.name).agent is not None and config.engine.context_length is None:
         message = (
-            f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
+            f"engine.context_length=null with env.name={config.env.name}: the length of an episode is not "
             "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
             "engine.context_length=512."
         )

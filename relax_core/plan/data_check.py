@@ -87,7 +87,7 @@ class UnreadMedia:
     """Finds rows with media that no key of `data.media_keys` names; training would ignore these media.
 
     A row is reported if it has a column with media. If the model does not read this kind of media, or the env makes
-    prompts from the row, the row is reported only if its prompt has a placeholder, too. Rows with a placeholder and
+    prompts from the row, the row is reported only if its prompt also has a placeholder. Rows with a placeholder and
     without a media column are reported if their share exceeds data.max_bad_rows; otherwise they are left out as bad
     rows. If a key names another column, a column without a placeholder only gets a note, because the user then chose
     the model's media. With modality=text no row is reported.
@@ -206,7 +206,7 @@ def summarize_media(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | N
 MAX_LISTED_ROWS = 100_000  # data with at most this many rows is checked completely
 TOKENIZED_BYTES = 4 << 20
 GENERATED_ROWS = 64  # checked rows of a generated task; all its rows are alike
-SETTLED_S = 0.1  # seconds; the next change of a file that was written this long ago has another modification time
+SETTLED_S = 0.1  # seconds since the last write after which a change of the file gets another modification time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class DataSummary:
         if self.generated:
             part = "generated"
         else:
-            part = "all looked at" if self.looked == self.rows else f"{self.looked:,} of them, spread evenly, looked at"
+            part = "all checked" if self.looked == self.rows else f"{self.looked:,} of them checked, spread evenly"
         lengths = f"; no prompt has more than {self.bound} tokens" if self.bound else ""
         lines = [f"{self.rows:,} rows of {what} are trained on, {part}{lengths}.", *self.left_out()]
         if any(eval_set.name for eval_set in self.sets):
@@ -253,7 +253,7 @@ class DataSummary:
         """Returns sentences about shortened prompts and unused rows, and the notes."""
         lines = []
         if self.cut:
-            lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
+            lines.append(f"{self.cut:,} prompts are too long for the context, and are shortened.")
         if self.bad:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
             lines.append(f"{self.bad.total():,} rows cannot be used and are left out ({reasons}). The first of them:")
@@ -262,7 +262,7 @@ class DataSummary:
             if eval_set.bad:
                 name = f"evaluation set {eval_set.name}" if eval_set.name else "the held-out rows"
                 lines.append(
-                    f"{len(eval_set.bad)} of {name} cannot be used, and count as nothing. The first: {eval_set.bad[0]}"
+                    f"{len(eval_set.bad)} of {name} cannot be used and are left out. The first: {eval_set.bad[0]}"
                 )
         return [*lines, *self.notes]
 
@@ -402,27 +402,27 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
     if found.too_long and config.data.overlong is Overlong.error:
         named = ", ".join(f"{where} has {tokens}" for where, tokens in found.too_long_in_order()[:NAMED_ROWS])
         return (
-            f"{len(found.too_long)} of the {found.looked:,} prompts that were looked at are longer than the "
-            f"{max(prompt_room(config), 0)} tokens that are left beside "
+            f"{len(found.too_long)} of the {found.looked:,} checked prompts are longer than the "
+            f"{max(prompt_room(config), 0)} tokens that remain after "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: {named}. {remedy}"
         )
     for kind, column in config.data.media_keys.columns.items():
         if found.columns and column not in found.columns:
             has = ", ".join(sorted(found.columns))
             return (
-                f"data.media_keys.{kind}={column}: no row that was looked at has this column. Use one of these: {has}; "
+                f"data.media_keys.{kind}={column}: no checked row has this column. Use one of these: {has}; "
                 "or drop the key."
             )
     if config.reward.shadow not in (AUTO, None) and found.without_shadow and not found.with_shadow:
         return (
-            f"reward.shadow={config.reward.shadow}: it can judge none of the rows that were looked at. The first: "
+            f"reward.shadow={config.reward.shadow}: it can judge none of the checked rows. The first: "
             f"{found.without_shadow} Name another shadow reward, or null."
         )
     most = config.data.max_bad_rows
     if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
         return None
     return (
-        f"{found.bad.total():,} of the {found.looked:,} rows that were looked at cannot be used, more than "
+        f"{found.bad.total():,} of the {found.looked:,} checked rows cannot be used, more than "
         f"data.max_bad_rows={most:g}. The first: {found.named()[0]} {remedy}"
     ).rstrip()
 

@@ -35,7 +35,7 @@ class GpuModel:
     source: str
 
 
-# The network is the one of NVIDIA's DGX systems: a port of 400 Gbit/s for each GPU of a DGX H100, of 200 Gbit/s in a
+# The network is that of NVIDIA's DGX systems: a port of 400 Gbit/s for each GPU of a DGX H100, of 200 Gbit/s in a
 # DGX A100. For GPUs without such a system a port of 100 Gbit/s is assumed.
 _DGX_H100, _DGX_A100, _ASSUMED = 50 * _G, 25 * _G, 12.5 * _G
 

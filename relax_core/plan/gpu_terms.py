@@ -1,4 +1,4 @@
-"""Computes the memory of a trainer's rank on a GPU: what each layer keeps for its backward pass, and the temporaries.
+"""Computes the memory of a trainer's rank on a GPU: tensors that layers keep for the backward pass, and temporaries.
 
 The terms follow the tensors that a rehearsal (plan=rehearse) finds alive at the peak, and a test compares both. Numbers
 of a layer are counted per token row of the micro-batch, in bytes.
@@ -41,7 +41,7 @@ class LayerBytes:
     """Holds the bytes of one token row in one layer of a rank.
 
     ``kept`` are saved for the backward pass, and ``again`` are those that a recomputed pass saves for a short time.
-    ``temporary`` exist beside them in one layer at a time.
+    ``temporary`` are additional bytes, in one layer at a time.
     """
 
     kept: float
@@ -173,7 +173,7 @@ def _bucket_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) ->
 
 
 def _layers_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) -> tuple[float, float, float]:
-    """Returns the bytes of a row that all layers of a stage keep, and the largest of what one layer needs beside."""
+    """Returns the bytes of a row that all layers of a stage keep, and the largest additional bytes of one layer."""
     layers = stage_layers(config.parallel, model, later=stage > 0)
     delta = layers * model.delta_layers // model.layers
     kinds = [

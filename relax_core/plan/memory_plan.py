@@ -608,6 +608,6 @@ def _with_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def _with_fragments(state: Mapping[str, int], terms: Mapping[str, int]) -> dict[str, int]:
-    """Returns the terms with fragments of those that are not state."""
+    """Returns the terms, plus fragmentation of all terms except the state."""
     passing = sum(size for name, size in terms.items() if name not in state)
     return {**state, **terms, "fragments": round(FRAGMENTS * passing)}

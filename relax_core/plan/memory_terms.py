@@ -364,7 +364,7 @@ def forward_terms(
 
 
 def in_flight(parallel: ParallelConfig, work: Workload, *, stage: int = 0) -> float:
-    """Returns the micro-batches whose activations a stage holds, with 1F1B or the interleaved schedule.
+    """Returns the number of micro-batches with activations on a stage, in 1F1B or the interleaved schedule.
 
     The interleaved schedule counts chunks: those of the warm-up, and one more.
     """

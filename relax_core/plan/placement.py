@@ -107,8 +107,8 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
     if gpu_memory_gib(placement) == 0:
         yield (
             f"placement.gpu={'null' if placement.gpu is None else placement.gpu.value} with placement.gpu_memory_gib="
-            f"{'null' if placement.gpu_memory_gib is None else placement.gpu_memory_gib}: how much memory has a GPU? "
-            f"Set placement.gpu, one of {', '.join(name.value for name in GpuName)}, or the memory in GiB."
+            f"{'null' if placement.gpu_memory_gib is None else placement.gpu_memory_gib}: the memory of a GPU is "
+            f"unknown. Set placement.gpu, one of {', '.join(name.value for name in GpuName)}, or the memory in GiB."
         )
     yield from _role_faults(config, roles)
     gpus = gpus_of(config, roles)
@@ -149,8 +149,8 @@ def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]
             )
         elif role not in needed:
             yield (
-                f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} as it is set starts no such "
-                f"role on a GPU. Drop it. Its roles: {', '.join(needed)}."
+                f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} with its settings has no "
+                f"such role on a GPU. Drop it. Its roles: {', '.join(needed)}."
             )
     wanted = sum(placement.roles.values())
     if wanted > total:
@@ -172,7 +172,7 @@ def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> It
     if config.placement.gpus_per_node % engine.tp:
         yield (
             f"engine.tp={engine.tp} does not divide placement.gpus_per_node={config.placement.gpus_per_node}: an "
-            "engine would straddle two machines. Use a divisor."
+            "engine would have GPUs of two machines. Use a divisor."
         )
     if model.heads % engine.tp:
         yield f"engine.tp={engine.tp} does not divide the model's {model.heads} attention heads. Use a divisor."
@@ -267,7 +267,7 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
 
 
 def device_files(devices: Path = Path("/dev")) -> list[str]:
-    """Returns the drivers' files below ``devices``; a machine without a GPU has none."""
+    """Returns the drivers' files below ``devices``; empty on a machine without a GPU."""
     return sorted(str(file) for pattern in DEVICE_FILES for file in devices.glob(pattern))
 
 
@@ -292,7 +292,7 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
     have = len(found.sizes)
     if placement.nodes > 1 and found.device_files:
         yield NotYet(
-            f"placement.nodes={placement.nodes} with a Ray of the run's own, which is this machine alone. Add "
+            f"placement.nodes={placement.nodes} with the run's own Ray, which has only this machine. Add "
             "launcher.ray_address=auto, or choose launcher=slurm."
         )
     if not found.device_files:
@@ -300,7 +300,7 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
         fix = "Choose placement=cpu."
         if placement.nodes > 1:
             wanted = f"placement.nodes={placement.nodes} {wanted}"
-            fix = "Start it where the GPUs are, with launcher=slurm or launcher.ray_address=auto."
+            fix = "Start it on the machine with the GPUs, with launcher=slurm or launcher.ray_address=auto."
         yield NotYet(f"{wanted}, and this machine has no GPU: none of {looked} exists. {fix}")
     elif not have:
         yield NotYet(
@@ -346,7 +346,7 @@ class EncodeNode:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yields a sentence if the node has fewer cores than encode workers, and one if it has too little memory."""
+        """Yields sentences if the node has fewer cores than encode workers, or too little memory."""
         fits = "Use a smaller modality.workers or fewer rollout.workers."
         here = f"modality.workers={self.workers // self.rollouts}: node {self.number} has "
         here += f"{plural(self.rollouts, 'rollout worker')}, so {plural(self.workers, 'encode worker')}"
@@ -511,7 +511,9 @@ def tower_layout_notes(
         yield f"The towers unbalance the ranks. Set {best.settings}."
     if parallel.shard_media and find_engine(config.engine.name).shards_items and config.engine.tp > 1:
         audio = "audio" in model.towers
-        splits = "splits the towers of an audio model over its GPUs" if audio else "deals images to its GPUs, too"
+        splits = (
+            "splits the towers of an audio model over its GPUs" if audio else "also distributes images over its GPUs"
+        )
         yield f"engine={config.engine.name} {splits}{'' if audio else ' (--mm-enable-dp-encoder)'}."
 
 

@@ -53,7 +53,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     """Runs the jobs and returns the exit code."""
     reply_to = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     warnings.filterwarnings("ignore")
     config = planned_config_from_yaml(request.config)

@@ -1,4 +1,4 @@
-"""Executes plan=rehearse: runs the trainer's fullest ranks on torch's ``meta`` device, and reports what they need.
+"""Executes plan=rehearse: runs the trainer's fullest ranks on torch's ``meta`` device, and reports memory and work.
 
 Child processes run short models (`rehearsal_child.py`), and their counts are extrapolated to the model's layers
 (`relax_core.train.rehearsal.counts`). This module imports no torch.
@@ -42,7 +42,7 @@ _WIDTH = 34
 
 @dataclass(frozen=True, kw_only=True)
 class RankRehearsal:
-    """Holds what one rank of the actor needs in an update.
+    """Holds the counts of one rank of the actor in an update.
 
     ``stage`` is its pipeline stage. ``rehearsed`` are the numbers of layers that were run on this rank, and ``counts``
     those of all of its layers. ``planned`` is the peak by the formulas of `plan=true` in bytes. Both are without the
@@ -94,7 +94,7 @@ class Rehearsal:
 class Depths:
     """Holds the layers of a chunk in the short models, ascending, and ``unit``, the layers after which kinds repeat.
 
-    ``template`` is the unit of the longer one that is repeated in its trace.
+    ``template`` is the unit of the longer model that is repeated in its trace.
     """
 
     short: tuple[int, ...]
@@ -103,7 +103,7 @@ class Depths:
 
 
 def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
-    """Rehearses the actor's fullest ranks. Raises ValueError (key, value, fix) for what cannot be rehearsed."""
+    """Rehearses the actor's fullest ranks. Raises ValueError (key, value, fix) if the run cannot be rehearsed."""
     began_s = time.perf_counter()
     refuse_what_cannot_be(config, plan)
     if config.engine.context_length is None:
@@ -187,8 +187,8 @@ def find_depths(config: RelaxConfig, model: ModelDimensions) -> Depths:
     """Returns the layers of a chunk in two short models.
 
     The first chunk holds the layers with outputs of the vision tower, and every chunk whole periods of kinds of layers.
-    If the model itself is hardly longer it is run as it is. Raises ValueError (key, value, fix) if its chunks do not
-    hold whole periods, or if its stages differ and one of them is too short.
+    If the complete model is not longer than the second short model, only the complete model runs. Raises ValueError
+    (key, value, fix) if a chunk does not hold whole periods, or if the stages differ and a stage is too short.
     """
     parallel, unit = config.parallel, _period(model)
     least = -(-max(1, model.deepstack_layers) // unit) * unit

@@ -1,6 +1,6 @@
-"""Makes what a rehearsed rank needs in place of a model folder and of data: a config.json, and the largest micro-batch.
+"""Makes the inputs of a rehearsed rank without a model folder and data: a config.json, and the largest micro-batch.
 
-The micro-batch is the one that the plan counts for the whole model (`relax_core.plan.workload`). It is not made by the
+The micro-batch is the micro-batch of the plan for the whole model (`relax_core.plan.workload`). It is not made by the
 trainer's own batcher: in a model with few layers the towers would weigh more, and it would batch other rows.
 """
 
@@ -28,7 +28,7 @@ from relax_core.plan.model_dimensions import SHAPES
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_algorithm
 
-# What a model folder has besides the sizes in relax_core/plan/shapes, with values that change no count.
+# Keys of a model folder that relax_core/plan/shapes lacks. Their values change no count.
 _TOKENS = ("image", "video", "audio", "vision_start", "vision_end", "audio_start", "audio_end")
 _FIRST_TOKEN = 100
 _AUDIO = {"n_window": 50, "n_window_infer": 800, "conv_chunksize": 500}
@@ -87,7 +87,7 @@ def _add_tokens(values: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMedia:
-    """Gives access to the frames of planned images, whose pixels are never read; ``items`` are the distinct items."""
+    """Gives access to the frames of planned images, but not to pixels; ``items`` are the distinct items."""
 
     items: Sequence[MediaItem]
     frames: Mapping[str, np.ndarray]

@@ -51,7 +51,7 @@ def check_reward(config: RelaxConfig, source: PromptSource) -> RewardCheck:
         return RewardCheck()
     rows = list(audited_rows(source, most=ROWS))
     if not rows:
-        return RewardCheck(notes=[f"{NOT_CHECKED} no row that was looked at has a prompt and a label."])
+        return RewardCheck(notes=[f"{NOT_CHECKED} no checked row has a prompt and a label."])
     found = _kept_or_made(config, rows)
     if found.why_not:
         return RewardCheck(notes=[f"{NOT_CHECKED} {found.why_not}"])

@@ -35,10 +35,12 @@ from relax_core.train.parallel_layout import Layout, world_size
 _MULTIPLY_ADD = 2
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # of an attention kernel, in query x key products
 _GRADIENTS, _WEIGHTS = 4, 2  # bytes of a number
-_UPDATE_BYTES = 3 * 8 + 4 + 2  # of a parameter: reads and writes master copy and moments, reads gradient, writes weight
+_UPDATE_BYTES = (
+    3 * 8 + 4 + 2
+)  # a parameter: read and write master copy and moments, read the gradient, write the weight
 _HEAD_PRODUCTS = 4  # of the output layer in a train step: logits, logits again in the backward pass, two gradients
-_GATHERED_AGAIN = 1.5  # messages of a backward pass to a forward pass: sequence parallelism gathers the inputs again
-_INTERVALS = 48  # of a rollout's length, for the integral over its decode steps
+_GATHERED_AGAIN = 1.5  # backward / forward messages: sequence parallelism gathers the inputs again
+_INTERVALS = 48  # points in a rollout's length, for the integral over its decode steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ _NETWORK_MESSAGES = 3  # a message to another machine takes as long as this many
 class Rows:
     """Holds the token rows of a train step on all data-parallel ranks.
 
-    A row attends to ``keys`` rows in the mean. ``head`` rows have logits. The towers' work counts as ``towers`` rows of
+    A row attends to ``keys`` rows on average. ``head`` rows have logits. The towers' work counts as ``towers`` rows of
     the language model. ``micro_batches`` are those of one data-parallel rank in the step, in ``updates`` updates.
     """
 
@@ -283,7 +285,7 @@ def batch_rollout_seconds(
 ) -> float:
     """Returns the seconds until all ``samples`` have ended, if all start together.
 
-    Responses have ``mean`` tokens in the mean and at most ``longest``. The share of samples with more than t tokens is
+    Responses have ``mean`` tokens on average and at most ``longest``. The share of samples with more than t tokens is
     1 - (t / longest) ** a, which has that mean for a = mean / (longest - mean).
     """
     on_engine, found = samples / engines.count, 0.0
@@ -346,7 +348,7 @@ class PhaseTime:
 class StepTime:
     """Holds the estimate of a train step, for responses of maximal length.
 
-    ``alternates`` tells whether the phases run one after the other. ``of_actor`` names the phases on the actor's GPUs,
+    ``alternates`` is True if the phases run one after the other. ``of_actor`` names the phases on the actor's GPUs,
     which always run one after the other. ``tokens`` are the sampled tokens of a step, and
     ``gpus`` all GPUs of the run.
     """
@@ -481,7 +483,7 @@ def _pass_phase(name: str, seconds: PassSeconds, *, exchange: float, tokens: int
 
 
 def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
-    """A version goes to the memory of the trainer's host, over the network if there are more hosts, and to engines."""
+    """Returns the phase of a weight version: to the trainer's host, over the network to other hosts, and to engines."""
     version = model.parameters * dtype_bytes(config)
     host, network = gpu.host * EFFICIENCY.link, gpu.network * EFFICIENCY.link
     seconds = 2 * version / host + (version / network if config.placement.nodes > 1 else 0.0)
@@ -491,7 +493,7 @@ def _weights(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> Phas
 
 
 def _state(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseTime:
-    """The weights and optimizer state of each rank go to the host and back; gradients are not copied.
+    """Returns the phase that copies weights and optimizer state to the host and back; gradients are not copied.
 
     Adam states that are always on the host are copied in the updates (`pass_seconds`).
     """

@@ -63,7 +63,7 @@ def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
         yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 no other rank can store a part"
     if not set(FORWARD_ROLES) & set(worker_group_layouts(config)) and world_size(parallel.forward) > 1:
-        why = "the algorithm as it is set starts neither actor_fwd nor the reference"
+        why = "with these settings the algorithm starts neither actor_fwd nor the reference"
         if forward_columns(config):
             why = "with placement.forward=actor the actor's ranks compute these log-probs"
         yield f"parallel.forward: {why}"

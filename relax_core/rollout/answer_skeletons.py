@@ -221,7 +221,7 @@ def stats_rows(look: AnswerStats, *, notice: str | None) -> list[dict[str, TextC
 
 
 def stats_of_rows(rows: Sequence[Mapping[str, TextCell]]) -> AnswerStats:
-    """Returns the statistics from rows of `stats_rows`. Raises ValueError for no rows and for rows of another form."""
+    """Returns the statistics from rows of `stats_rows`. Raises ValueError for no rows and for malformed rows."""
     if not rows:
         raise ValueError("a look without answers has no rows")
     top = [{name: row.get(name) for name in _OF_SKELETON} for row in rows]

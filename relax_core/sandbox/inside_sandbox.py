@@ -15,7 +15,7 @@ NAME = "code.py"  # file name of the code in error messages
 
 
 def limit(kind: int, value: int, *, grace: int = 0) -> None:
-    """Sets a limit that the process cannot raise again; a lower present limit is kept.
+    """Sets a limit that the process cannot raise again. If the current limit is lower, it stays.
 
     ``grace`` is the difference between the hard limit and the soft limit, which sends a signal.
     """

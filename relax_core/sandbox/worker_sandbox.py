@@ -1,6 +1,6 @@
 """Builds the sandbox of a Relax worker process, such as the worker of isolated rewards.
 
-The machine sees the process with the user id of the run. The process can therefore read an interpreter that only root
+Outside of the sandbox, the process has the user id of the run. It can therefore read an interpreter that only root
 or this user can read. The id gives no further access: the process has no capabilities, sees the machine's files
 read-only, and sees no secrets.
 """

@@ -278,7 +278,7 @@ def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
     """
     if room is None:
         return dry
-    told = replace(
+    effect = replace(
         dry,
         memory_bytes=more * room.engine_bytes,
         free_memory_bytes=None if room.machine_cores is None else available_bytes(),
@@ -286,7 +286,7 @@ def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
         machine_cores=room.machine_cores,
         usable_engines=room.usable,
     )
-    return replace(told, warnings=list(_warnings(told)))
+    return replace(effect, warnings=list(_warnings(effect)))
 
 
 def _warnings(dry: DryRun) -> Iterator[str]:

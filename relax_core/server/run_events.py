@@ -42,7 +42,7 @@ MAX_RESUMES = 1000
 MEMORY = ("memory_mb", "children_memory_mb")  # memory metrics of a process
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # prefix of the rollout's metrics about requests to one engine
-_KEPT: dict[str, Callable[[str], bool]] = {  # source → predicate: is the metric of this name kept in `Timed`?
+_KEPT: dict[str, Callable[[str], bool]] = {  # source → function of a metric's name: True if `Timed` keeps the metric
     ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
     ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS or name.startswith(_OF_ENGINES),
     RANK: lambda name: name.endswith("_ms"),
@@ -281,7 +281,7 @@ class RunTexts:
         self._stragglers: dict[tuple[str, int], Straggler] = {}
 
     def add(self, text: TextRecord, place: EventLocation) -> None:
-        """Adds the next text record of the run. Raises ValueError if it exceeds a limit or has another form."""
+        """Adds the next text record of the run. Raises ValueError if it exceeds a limit or is malformed."""
         with self._lock:
             if text.kind == STRAGGLER:
                 if len(self._stragglers) >= MAX_STRAGGLERS:

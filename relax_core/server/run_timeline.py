@@ -203,7 +203,7 @@ def _recovery_spans(
 
 
 def take_order(orders: dict[str, RunOrder], change: OrderChange) -> None:
-    """Adds a change to the newest orders, oldest first. Raises ValueError for a change of another form."""
+    """Adds a change to the newest orders, oldest first. Raises ValueError for a malformed change."""
     order = decode_json(bytes(change.change), _line_decoder).order
     if order is not None:
         orders[order.request_id] = order

@@ -46,7 +46,7 @@ _SHOWN = 300
 
 
 class Problem(Exception):
-    """The environment does not fulfil its contract. The text of the exception says how."""
+    """Reports that the environment violates its contract. The text describes the problem."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +84,9 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
         for folder in folders:
             inner = inner.setdefault(folder, {})
             if not isinstance(inner, dict):
-                raise ValueError(f"{key}={value}: env.{folder} is {inner!r} and has no keys. Give one of the two.")
+                raise ValueError(
+                    f"{key}={value}: env.{folder} is {inner!r}, a value without keys. Drop one of these settings."
+                )
         inner[last] = yaml.safe_load(value)
     return found
 

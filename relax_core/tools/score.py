@@ -181,8 +181,8 @@ def _print_table(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     exact = sum(line["exact"] for line in lines)
     mean = f"mean reward {fmean(known):.4f}, {exact / len(lines):.1%} exact" if known else ""
     missing = len(lines) - len(known)
-    told = [f"{len(lines)} answers", mean, f"{missing} without a reward" if missing else ""]
-    console.print(", ".join(line for line in told if line), highlight=False)
+    counts = [f"{len(lines)} answers", mean, f"{missing} without a reward" if missing else ""]
+    console.print(", ".join(line for line in counts if line), highlight=False)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class MediaExamples:
     def weighted_batches(self, recipe: VisionWarmStart, step: int, *, task: str) -> list[tuple[float, MediaBatch]]:
         """Returns the batches of one warm-start step with their weights.
 
-        Each part of the task has a batch with right answers and, in later steps, a batch with first possible answers.
+        Each part of the task has a batch with right answers, and in later steps also a batch with its first answer.
 
         Parts have separate batches. In one batch, all items would be padded to the size of a video, the largest kind.
         """

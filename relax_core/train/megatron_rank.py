@@ -262,8 +262,8 @@ def _not_finite_text(found: Sequence[NotFinite]) -> str:
     if not found:
         return ""
     first = min(found, key=lambda finite: (not finite.weight, finite.index, finite.rank))
-    whose = "the first tensor whose weights are not finite themselves" if first.weight else "the first such tensor"
-    return f"; {whose} is {first.name}"
+    which = "the first tensor with weights that are not finite" if first.weight else "the first such tensor"
+    return f"; {which} is {first.name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ IN_TOWER = "in_tower"  # The optimizer finds the learning rate of the towers' pa
 def _norm(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Returns the norm of the tensors of the only list, float32 ``[1]`` on their device.
 
-    The order of the sums is Megatron's, whose own function reads the norm of each tensor on the host.
+    The order of the sums is Megatron's. Megatron's own function reads the norm of each tensor on the host.
     """
     (tensors,) = lists
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).reshape(1), None

@@ -156,7 +156,7 @@ def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
         )
     if parallel.first_stage_layers is not None and parallel.pp == 1:
         yield (
-            f"parallel.first_stage_layers={parallel.first_stage_layers} with parallel.pp=1: the one stage has all "
+            f"parallel.first_stage_layers={parallel.first_stage_layers} with parallel.pp=1: the only stage has all "
             "layers. Set parallel.first_stage_layers=null."
         )
     if parallel.shard_media and parallel.tp * parallel.cp == 1:

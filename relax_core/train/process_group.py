@@ -261,7 +261,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def new_world_group(*, timeout_s: float) -> dist.ProcessGroup:
-    """Returns a further gloo group of all ranks, whose collectives do not mix with others; all ranks call it."""
+    """Returns a further gloo group of all ranks, with collectives that do not mix with others; all ranks call it."""
     backend = WITHOUT_RANKS if training_device().meta else "gloo"
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)

@@ -200,7 +200,7 @@ class StateOffload:
 
 
 def resized(storage: UntypedStorage, size: int) -> Tensor:
-    """Resizes a storage to ``size`` bytes, and returns its bytes, whose values are undefined.
+    """Resizes a storage to ``size`` bytes, and returns its bytes, with undefined values.
 
     A rehearsal observes operators, and the operator that makes the result shows the new size.
     """

@@ -291,7 +291,7 @@ def cut_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields views of ``data``, uint8 ``[bytes]``: the concatenated bytes of ``tensors`` (name, dtype, shape).
 
-    A tensor whose offset is not a multiple of its dtype's size is copied.
+    A tensor is copied if its offset is not a multiple of its dtype's size.
     """
     start = 0
     for name, dtype, shape in tensors:

@@ -64,7 +64,7 @@ def test_every_media_special_of_a_tokenizer_is_found(model_folder: Path, name: s
     assert media_token_ids(model_folder) == [7]
 
 
-def test_a_list_of_ones_own_holds(with_media: list[str]) -> None:
+def test_a_configured_list_replaces_the_default(with_media: list[str]) -> None:
     for given, found in (("[9,3,3]", [3, 9]), ("[]", [])):
         assert load_config([*with_media, f"rollout.banned_token_ids={given}"]).rollout.banned_token_ids == found
 

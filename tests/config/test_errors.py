@@ -102,7 +102,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["parallel.vpp=2"], "parallel.vpp=2 with parallel.pp=1: there are no stages to interleave."),
         (["parallel.tp=2", "parallel.shard_media=true"], "parallel.shard_media=true without a tower: the model"),
         (["parallel.cp=1", "parallel.shard_media=true"], "parallel.shard_media=true with parallel.tp=1 x cp=1"),
-        (["parallel.first_stage_layers=1"], "parallel.first_stage_layers=1 with parallel.pp=1: the one stage has"),
+        (["parallel.first_stage_layers=1"], "parallel.first_stage_layers=1 with parallel.pp=1: the only stage has"),
         (["parallel.first_stage_layers=0"], "parallel.first_stage_layers=0: must be at least 1"),
         (["model=tiny_qwen3_vl", "parallel.pp=2", "parallel.first_stage_layers=1"], "the vision tower's outputs"),
         (["parallel.overlap=true"], "Set parallel.distributed_optimizer=true."),
@@ -132,7 +132,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["run.steps=0"], "run.steps=0: must be at least 1 (relax eval evaluates without training)."),
         (["run.keep_best=eval/pass@4", "eval.samples=2", "eval.temperature=1"], "eval/pass@2."),
         (["run.keep_best=eval/exact", "eval.every=0"], "run.keep_best=eval/exact with eval.every=0: nothing is"),
-        (["run.patience=3"], "run.patience=3: name what has to get better, e.g. run.keep_best=eval/exact."),
+        (["run.patience=3"], "run.patience=3: name the metric that must improve, e.g. run.keep_best=eval/exact."),
         (["eval.samples=4"], "eval.samples=4 with eval.temperature=0: greedy answers to a prompt are all equal."),
         (["eval.samples=300", "eval.temperature=1"], "eval.samples=300: must be at least 1 and at most 256"),
         (["eval.sets={a/b: null}"], "eval.sets: 'a/b' is not a name for a set."),
@@ -247,9 +247,7 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     assert "empty.jsonl: it has no rows." in found(empty)
     data_file.write_text("{oops\n" + data_file.read_text())
     assert "rows.jsonl, line 1: not a JSON object" in found(data_file, "data.max_bad_rows=0")
-    message = (
-        "237 of the 237 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: row 0:"
-    )
+    message = "237 of the 237 checked rows cannot be used, more than data.max_bad_rows=0.05. The first: row 0:"
     assert message in found(data_file, "data.prompt_key=question")
     load_config(
         [f"data.path={data_file}", "experiment=math_file", "data.prompt_key=prompt", "data.answer_key=answer"],
@@ -278,7 +276,7 @@ def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_problem(tmp_path: 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_rights_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_permissions_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "cannot be written to" in problems(f"run.dir={tmp_path}/run")[0]
 

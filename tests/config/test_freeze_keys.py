@@ -67,7 +67,7 @@ def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, .
         ([*VISION, "optimizer.tower_lr=0"], "optimizer.tower_lr=0.0: must be more than 0. null takes optimizer.lr;"),
     ],
 )
-def test_what_cannot_be_is_refused_with_key_value_and_fix(keys: list[str], text: str) -> None:
+def test_an_invalid_freeze_is_refused_with_key_value_and_fix(keys: list[str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(keys, checks=CHECKS)
     assert text in str(caught.value)

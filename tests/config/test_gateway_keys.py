@@ -12,7 +12,7 @@ from relax_core.control.engine_set import limits_of
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
+        (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, because its engines are fixed"),
         (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
         (["gateway.host=example.org"], "gateway.host=example.org is no IPv4 address"),
         (["gateway.host=::1"], "gateway.host=::1 is no IPv4 address"),
@@ -22,13 +22,13 @@ from relax_core.control.engine_set import limits_of
         (["engine.elastic.allowed_hosts=['http://gpu7']"], "engine.elastic.allowed_hosts"),
     ],
 )
-def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], message: str) -> None:
+def test_an_unreachable_gateway_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(["gateway=local", *overrides])
     assert message in str(refused.value)
 
 
-def test_a_gateway_may_listen_beside_loopback_and_without_one_nothing_is_checked() -> None:
+def test_a_gateway_may_listen_outside_of_loopback_and_gateway_none_checks_nothing() -> None:
     config = load_config(["gateway=local", "gateway.host=10.0.0.5", "gateway.allowed_hosts=[gpu7.cluster]"])
     assert config.gateway.allowed_hosts == ["gpu7.cluster"]
     assert load_config(["gateway=none", "gateway.host=nowhere"]).gateway.name == "none"

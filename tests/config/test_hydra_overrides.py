@@ -73,7 +73,7 @@ def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
     assert hydra_arguments(overrides) == ["seed=1", "experiment=a", "run.steps=2", "-m", "--config-dir", str(tmp_path)]
 
 
-def test_a_run_is_told_in_the_words_that_were_typed(tmp_path: Path) -> None:
+def test_a_run_is_described_by_the_typed_overrides(tmp_path: Path) -> None:
     line = CommandLine.of([f"data.path={tmp_path}/a=b", "algo.name=grpo", "seed=3"])
     assert line.as_typed(line.hydra) == [f"data.path={tmp_path}/a=b", "algo.name=grpo", "seed=3"]
     sweep = CommandLine.of(["-m", "optimizer.lr=1e-3", "seed=1,2"])
@@ -254,9 +254,7 @@ def test_a_file_without_its_first_line_is_named(tmp_path: Path, capsys: pytest.C
         ("run: {steps: 10, epochs: 2}", ("run.steps=10", "run.epochs=2")),
     ],
 )
-def test_what_a_file_of_the_user_says_otherwise_than_it_is_read(
-    tmp_path: Path, text: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_user_file_with_misread_values_is_refused(tmp_path: Path, text: str, arguments: tuple[str, ...]) -> None:
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "own.yaml"
     file.write_text(f"# @package _global_\n{text}\n")

@@ -51,7 +51,7 @@ def test_a_run_is_repeated_with_its_own_values_in_a_new_folder(folder: Path) -> 
     assert again == saved
 
 
-def test_values_on_top_win_and_what_is_chosen_anew_takes_nothing_along(folder: Path) -> None:
+def test_new_overrides_win_and_a_new_group_choice_drops_old_values(folder: Path) -> None:
     config = repeated(str(folder), "algo=grpo", "mode=async", "seed=9", "run.dir=/somewhere/new=er")
     assert (config.algo.name, config.algo.clip_high, config.algo.epochs) == ("grpo", 0.2, 1)
     assert (config.mode.max_staleness, config.seed, config.run.dir) == (1, 9, "/somewhere/new=er")

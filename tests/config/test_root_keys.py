@@ -68,6 +68,6 @@ def test_the_number_of_keys_only_falls() -> None:
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_is_refused_with_what_stands_in_its_place(key: str) -> None:
+def test_a_removed_key_is_refused_with_its_replacement(key: str) -> None:
     assert key not in (*known_keys(), *launcher_keys())
     assert unknown_key(key) == f"{key} is not a key any more. {REMOVED[key]}."

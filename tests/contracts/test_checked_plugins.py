@@ -81,7 +81,7 @@ def test_numbers_are_rewards(came: Any, wanted: float, exact: bool) -> None:
         (RewardOutput(reward=None, reason=3), "returned reason=3 of type int"),  # type: ignore[arg-type]
     ],
 )
-def test_anything_else_is_told_with_plugin_file_what_came_and_what_is_wanted(came: Any, message: str) -> None:
+def test_a_wrong_result_is_reported_with_plugin_file_and_expected_type(came: Any, message: str) -> None:
     with pytest.raises(WrongResult) as error:
         reward(came)
     assert message in str(error.value)
@@ -369,7 +369,7 @@ class StoppingRows(BaseDataSource):
         raise BaseExceptionGroup("several", [SystemExit(1)])
 
 
-def test_what_ends_a_thread_in_any_plug_in_is_an_exception_with_its_place() -> None:
+def test_a_plugin_error_that_would_end_a_thread_is_an_exception_with_its_place() -> None:
     env_spec = EnvSpec(name="mine", summary="s", config=InteractionConfig, open=lambda start, config: Stopping())
     env = checked_env(env_spec).open(EpisodeStart(row={}, group_seed=0, episode_seed=0), None)  # type: ignore[misc]
     source_spec = DataSourceSpec(name="mine", summary="s", config=DataSourceConfig, open=lambda config: StoppingRows())

@@ -24,7 +24,7 @@ def random_sets(vocab: int, tokens: int, seed: int) -> tuple[np.ndarray, list[in
 
 @settings(max_examples=150, deadline=None)
 @given(vocab=st.integers(1, 300), tokens=st.integers(0, 20), seed=st.integers(0, 2**31), data=st.data())
-def test_what_is_encoded_comes_back(vocab: int, tokens: int, seed: int, data: st.DataObject) -> None:
+def test_decoding_returns_the_encoded_sets(vocab: int, tokens: int, seed: int, data: st.DataObject) -> None:
     mask, sampled = random_sets(vocab, tokens, seed)
     kept = KeptTokens.of_mask(mask)
     assert kept.tokens == tokens and np.array_equal(kept.mask(), mask)
@@ -53,7 +53,7 @@ def test_a_flat_distribution_costs_a_bit_a_token_of_the_vocabulary() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(1, 12), seed=st.integers(0, 2**31))
-def test_a_token_outside_of_its_set_is_told(tokens: int, seed: int) -> None:
+def test_a_token_outside_of_its_set_is_reported(tokens: int, seed: int) -> None:
     mask, sampled = random_sets(VOCAB, tokens, seed)
     for place in np.flatnonzero(~mask.all(1)).tolist():
         altered = list(sampled)
@@ -75,7 +75,7 @@ def test_a_token_outside_of_its_set_is_told(tokens: int, seed: int) -> None:
         (KeptTokens.of_mask(np.ones((2, 3), dtype=bool)), "of a vocabulary of 3 came for token 3"),
     ],
 )
-def test_what_is_no_encoding_is_told(kept: KeptTokens, message: str) -> None:
+def test_an_invalid_encoding_is_reported(kept: KeptTokens, message: str) -> None:
     assert message in str(kept.fault([3, 3]))
 
 

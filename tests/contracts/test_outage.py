@@ -35,7 +35,7 @@ def sqlite_error(code: int) -> sqlite3.OperationalError:
         sqlite_error(sqlite3.SQLITE_READONLY),
     ],
 )
-def test_what_may_end_by_itself_is_an_outage(error: Exception) -> None:
+def test_a_temporary_error_is_an_outage(error: Exception) -> None:
     assert is_outage(error)
 
 

@@ -261,7 +261,10 @@ WRONG: dict[str, tuple[Callable[[TokenTree], TokenTree], str]] = {
     "a turn of another group": (turned(6, 9), r"episode g00000003\.1 names row .*8.*, but its group has 7 rows"),
     "a turn of the prompt's rows": (turned(1, 7), r"episode g00000003\.1 has a turn with rows that nothing sampled"),
     "a turn without rows": (turned(5, 5), r"episode g00000003\.1 has a turn without a token"),
-    "a turn with an endless reward": (turned(5, 7, np.inf), r"episode g00000003\.1 has a turn whose reward is not"),
+    "a turn with an endless reward": (
+        turned(5, 7, np.inf),
+        r"episode g00000003\.1 has a turn with a reward that is not",
+    ),
     "a turn of another episode": (
         turned(2, 5),
         r"episode g00000003\.1 has a turn of rows 2 to 5, which are on no path to its leaves",

@@ -131,7 +131,7 @@ def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(sca
     assert last.cache_share == pytest.approx(0.80)
     scaled.pass_seconds(60, wait_ms=500.0, waiting=0, cache_share=0.97)
     (change,) = scaled.order_store.decisions()
-    assert change.target == 2 and re.search(r"whose caches are (8[5-9]|9\d)% full", change.reason), change.reason
+    assert change.target == 2 and re.search(r"with caches that are (8[5-9]|9\d)% full", change.reason), change.reason
 
 
 def test_it_orders_engines_as_a_client_does_and_says_why(scaled: Scaled) -> None:

@@ -131,9 +131,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     config = load_config(["algo=distill", *keys, "algo.teacher_key=source"], checks=CHECKS)
     assert [text[: len(line)] for text in summarize_data(config).named] == [line]
     (text,) = problems(*keys, "algo.teacher_key=source", "data.max_bad_rows=0")
-    assert (
-        f"1 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0. The first: {line}" in text
-    )
+    assert f"1 of the 44 checked rows cannot be used, more than data.max_bad_rows=0. The first: {line}" in text
     (text,) = problems(*keys, "algo.teacher_key=topic")
     assert f"The first: row 0: {rows}, line 2: no key 'topic', which algo.teacher_key names" in text
     (text,) = problems("algo.teacher_key=topic")

@@ -29,14 +29,14 @@ class Clock:
 
 
 @pytest.fixture
-def told() -> Iterator[Message]:
+def inbox() -> Iterator[Message]:
     with http_receiver() as receiver:
         yield receiver
 
 
-def alarms(folder: Path, told: Message, *overrides: str, clock: Clock, again: bool = False) -> RunAlarms:
+def alarms(folder: Path, inbox: Message, *overrides: str, clock: Clock, again: bool = False) -> RunAlarms:
     urls = folder / "urls"
-    urls.write_text(f"json://127.0.0.1:{told.port}\n")
+    urls.write_text(f"json://127.0.0.1:{inbox.port}\n")
     urls.chmod(0o600)
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
@@ -63,11 +63,11 @@ def slow(*, ended: bool) -> Straggler:
     )
 
 
-def test_each_event_is_one_message(tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_one_message(tmp_path: Path, inbox: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_alarms, "RESTARTS_PER_HOUR", 1)
     monkeypatch.setattr(run_alarms, "DISK_GIB", 1e6)
     clock = Clock()
-    run = alarms(tmp_path, told, "notify.rules=[nan]", clock=clock)
+    run = alarms(tmp_path, inbox, "notify.rules=[nan]", clock=clock)
     run.watch(engine_lost=lambda: {"engine-7": "its probe differs"}, order_failed=lambda: {"o1": "no room"})
     for _ in range(3):
         run.restarted("reward-worker-0 was killed by SIGKILL")
@@ -83,7 +83,7 @@ def test_each_event_is_one_message(tmp_path: Path, told: Message, monkeypatch: p
     events = [alarm.event for alarm in read_alarms(tmp_path / "run")]
     expected = ["started", "restarts", "engine_lost", "engine_lost", "recovery", "stalled", "straggler", "rule"]
     assert sorted(events) == sorted([*expected, "disk_low", "order_failed", "failed"])
-    texts = "\n".join(f"{title}\n{text}" for title, text in told.messages)
+    texts = "\n".join(f"{title}\n{text}" for title, text in inbox.messages)
     for words in (
         "engine-7: its probe differs",
         "o1: no room",
@@ -95,9 +95,9 @@ def test_each_event_is_one_message(tmp_path: Path, told: Message, monkeypatch: p
     assert "own words" not in texts and "actor-0 died: ValueError (the run's logs say more)" in texts
 
 
-def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Message) -> None:
+def test_the_end_of_a_run_is_reported_after_its_orders_have_ended(tmp_path: Path, inbox: Message) -> None:
     """Orders that failed earlier are reported, too. Orders that are still open at the run's end are not reported."""
-    run = alarms(tmp_path, told, clock=Clock())
+    run = alarms(tmp_path, inbox, clock=Clock())
     book = EngineOrderStore(tmp_path / "run")
 
     def failed() -> dict[str, str]:
@@ -116,11 +116,11 @@ def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, to
 
 
 def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
-    tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, inbox: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_alarms, "REPEAT_S", 60.0)
     clock = Clock()
-    run = alarms(tmp_path, told, "notify.rules=['actor/reward < 0.5 for 2 steps']", clock=clock)
+    run = alarms(tmp_path, inbox, "notify.rules=['actor/reward < 0.5 for 2 steps']", clock=clock)
     for step in range(6):
         run.add_records([record(step, reward=0.1)])
         clock.now += 20.0
@@ -136,22 +136,22 @@ def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
     ]
 
 
-def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_path: Path, told: Message) -> None:
+def test_a_restarted_controller_repeats_neither_the_start_nor_old_records(tmp_path: Path, inbox: Message) -> None:
     clock = Clock()
     rule = "notify.rules=['actor/reward < 0.5 for 1 step']"
-    first = alarms(tmp_path, told, rule, clock=clock)
+    first = alarms(tmp_path, inbox, rule, clock=clock)
     first.add_records([record(0, reward=0.1)])
     first.tick(step=1)
-    second = alarms(tmp_path, told, rule, clock=clock, again=True)
+    second = alarms(tmp_path, inbox, rule, clock=clock, again=True)
     second.add_records([record(0, time_s=1.0, reward=0.1), record(1, reward=0.1)])
     second.tick(step=2)
     second.close("stopped", "")
     assert [alarm.event for alarm in read_alarms(tmp_path / "run")] == ["started", "rule", "stopped"]
 
 
-def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Message) -> None:
+def test_a_resume_begins_anew_and_an_unknown_metric_is_reported(tmp_path: Path, inbox: Message) -> None:
     rules = "'actor/reward < 0.5 for 2 steps', 'actor/algorithm/rewrad > 1 for 2 steps'"
-    run = alarms(tmp_path, told, f"notify.rules=[{rules}]", clock=Clock())
+    run = alarms(tmp_path, inbox, f"notify.rules=[{rules}]", clock=Clock())
     resumed = record(0, source=RUN, **{RESUMED: 1.0})
     run.add_records([record(0, reward=0.1), resumed, record(1, reward=0.1)])
     run.tick(step=2)
@@ -162,31 +162,31 @@ def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path
     run.close("finished", "")
 
 
-def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, told: Message) -> None:
+def test_a_named_rule_reports_no_number_that_the_run_lacks(tmp_path: Path, inbox: Message) -> None:
     """A run without a shadow reward has no metric actor/hack_onset."""
-    run = alarms(tmp_path, told, f"notify.rules=[{', '.join(PRESETS)}]", clock=Clock())
+    run = alarms(tmp_path, inbox, f"notify.rules=[{', '.join(PRESETS)}]", clock=Clock())
     run.add_records(record(step, reward=1.0) for step in range(2 * UNKNOWN_RECORDS))
     assert [line for line in run.take_lines() if "notify.rules" in line] == []
     run.close("finished", "")
 
 
-def test_only_the_chosen_events_are_told(tmp_path: Path, told: Message) -> None:
-    run = alarms(tmp_path, told, "notify.events=[failed]", clock=Clock())
+def test_only_the_chosen_events_are_reported(tmp_path: Path, inbox: Message) -> None:
+    run = alarms(tmp_path, inbox, "notify.events=[failed]", clock=Clock())
     run.happened("recovery", "tier 2", "the bus died")
     run.tick(step=1)
     run.close("failed", "the bus died")
-    assert [title.partition(": ")[2] for title, _ in told.messages] == ["the run has failed"]
+    assert [title.partition(": ")[2] for title, _ in inbox.messages] == ["the run has failed"]
 
 
 def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
-    tmp_path: Path, told: Message, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, inbox: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each condition is reported once, and again only if it ends and returns. A resume resets the count."""
     rules = ("actor/truncated >= 1 for 3 steps", "actor/groups_without_signal > 0.5 for 2 steps")
     monkeypatch.setattr(run_alarms, "SIGNAL_RULES", rules)
 
     def lines(records: list[MetricRecord]) -> list[tuple[int, str]]:
-        run = alarms(tmp_path, told, "rollout.max_new_tokens=8", "notify.events=[]", clock=Clock(), again=True)
+        run = alarms(tmp_path, inbox, "rollout.max_new_tokens=8", "notify.events=[]", clock=Clock(), again=True)
         found = []
         for record in records:
             run.add_records([record])
@@ -223,9 +223,9 @@ def test_a_run_without_a_learning_signal_is_told_on_the_screen_with_what_to_try(
     ],
 )  # fmt: skip
 def test_first_steps_that_train_hardly_any_group_are_told_once(
-    tmp_path: Path, told: Message, shares: list[float], exact: float, words: str | None
+    tmp_path: Path, inbox: Message, shares: list[float], exact: float, words: str | None
 ) -> None:
-    run = alarms(tmp_path, told, "notify.events=[]", clock=Clock(), again=True)
+    run = alarms(tmp_path, inbox, "notify.events=[]", clock=Clock(), again=True)
     run.add_records(record(step, groups_without_signal=share, exact=exact) for step, share in enumerate(shares))
     lines = run.take_lines()
     assert len(lines) == (words is not None) and all(words is not None and words in line for line in lines)

@@ -157,7 +157,7 @@ def test_a_mistake_in_its_configuration_is_told(arguments: list[str], message: s
 
 def test_files_beside_a_source_are_refused(tmp_path: Path) -> None:
     message = plugin_error_text(write_database(tmp_path / "rows.db", ROWS))
-    with pytest.raises(ConfigError, match=r"data.path=/x.jsonl with data.name=.*rows of its own. Drop data.path"):
+    with pytest.raises(ConfigError, match=r"data.path=/x.jsonl with data.name=.*supplies the rows. Drop data.path"):
         load_config([*message, "data.path=/x.jsonl"])
 
 

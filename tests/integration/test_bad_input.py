@@ -123,7 +123,7 @@ def test_a_malformed_line_is_named(refused: Callable[..., None], tmp_path: Path)
     lines = rows.read_text().splitlines()
     lines[6] = '{"prompt": "rev 1", "answer": '
     rows.write_text("\n".join(lines))
-    words = ("1 of the 42 rows that were looked at cannot be used", f"{rows}, line 7", "not a JSON object")
+    words = ("1 of the 42 checked rows cannot be used", f"{rows}, line 7", "not a JSON object")
     refused(*OWN_DATA, f"data.path={rows}", "data.max_bad_rows=0.02", words=words)
 
 
@@ -152,7 +152,7 @@ def test_a_port_in_use_is_named(refused: Callable[..., None], tmp_path: Path) ->
 
 def test_a_prompt_longer_than_the_context_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "rev " + "1 2 3 4 " * 400, "answer": "1"}, *ROWS])
-    words = ("prompts that were looked at are longer than the 504 tokens that are left", f"{rows}, line 1 has 3212")
+    words = ("checked prompts are longer than the 504 tokens that remain", f"{rows}, line 1 has 3212")
     on = (*OWN_DATA, f"data.path={rows}", "engine.context_length=512", "data.overlong=error")
     refused(*on, words=words)
 

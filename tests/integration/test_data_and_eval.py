@@ -163,7 +163,7 @@ def test_a_mixture_with_stop_strings_ends_early_where_nothing_gets_better(tmp_pa
         *("run.keep_best=eval/pass@4", "run.patience=2"),
     )
     assert run.code == 0, run.output
-    assert "1 prompts are longer than the context leaves room for, and are shortened" in run.output
+    assert "1 prompts are too long for the context, and are shortened" in run.output
     evaluations = run.summary["eval"]
     best = max(evaluations, key=lambda evaluation: evaluation["figures"]["pass@4"])
     ended = run.summary["steps"]

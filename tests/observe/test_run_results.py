@@ -97,7 +97,7 @@ def test_more_than_two_points_are_told_with_both_numbers() -> None:
     unfair = modality_results({"text": counts(75, 70, x=5), "video": counts(25, 5, over_sampled=20)}, [], [])
     text, video = unfair_shares(unfair)
     assert video == (
-        "Modality video is 25.0% of the issued samples and 6.7% of the trained ones (dropped: 20 over_sampled). "
+        "Modality video is 25.0% of the issued samples and 6.7% of the trained samples (dropped: 20 over_sampled). "
         "data.mix keeps its share."
     )
-    assert text.startswith("Modality text is 75.0% of the issued samples and 93.3% of the trained ones")
+    assert text.startswith("Modality text is 75.0% of the issued samples and 93.3% of the trained samples")

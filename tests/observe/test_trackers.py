@@ -181,7 +181,7 @@ def test_a_sink_that_does_not_open_is_named(tmp_path: Path, opened: str, cause: 
         (f"tracker.sinks={{{CSV_SINK}: {{file: /x.csv}}}}", "tracker.sinks.csv_sink.file=/x.csv: give a path below"),
         (f"tracker.sinks={{{CSV_SINK}: {{sources: 3}}}}", "tracker.sinks.csv_sink.sources"),
         (f"tracker.sinks=[{CSV_SINK},{CSV_SINK}]", "csv_sink.py is named twice"),
-        ("tracker.sinks=[tensorboard]", "tensorboard has a key of its own. Use tracker.tensorboard=true."),
+        ("tracker.sinks=[tensorboard]", "tensorboard has a separate key. Use tracker.tensorboard=true."),
         ("tracker.sinks=[nobody]", "tracker.sinks=nobody is not known. What exists: clearml, jsonl, mlflow"),
         ("tracker.sinks=csv", "tracker.sinks=csv: Give a list"),
     ],

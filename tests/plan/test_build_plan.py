@@ -107,7 +107,7 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     text = as_text(plan)
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
     unread = as_text(make_plan(load_config(["parallel.forward.tp=2"])))
-    assert "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference." in unread
+    assert "parallel.forward: with these settings the algorithm starts neither actor_fwd nor the reference." in unread
     by_actor = ["parallel.forward.tp=2", "algo.kl_coef=0.1", "placement.forward=actor"]
     (line,) = [line for line in make_plan(load_config(by_actor)).unread if "parallel.forward" in line]
     assert "placement.forward=actor" in line
@@ -204,15 +204,15 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
     [
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
         (["~placement.roles.rollout"], "placement.roles.rollout is not set"),
-        (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
+        (["+placement.roles.critic=1", "placement.nodes=2"], "has no such role"),
         (
             ["placement.forward=separate", "+placement.roles.reference=1", "parallel.forward.tp=2"],
             "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
         ),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
-        (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
+        (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would have GPUs of two machines"),
         (["placement.gpu_memory_gib=24"], "actor: head needs"),
-        (["placement.gpu=null"], "how much memory has a GPU?"),
+        (["placement.gpu=null"], "the memory of a GPU is unknown"),
         (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
         (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=4."),
         (["mode=colocate"], "with mode=colocate, where all roles share all GPUs. Drop it."),
@@ -332,7 +332,7 @@ def test_agents_are_counted_with_their_processes() -> None:
     (agents,) = (holder for holder in warm.memory if holder.name == "agent with its guard")
     assert agents.count == 2 * 3
     assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
-    assert "each in a process of its own: sleep 1" in " ".join(cold.episodes)
+    assert "each in a separate process: sleep 1" in " ".join(cold.episodes)
     elsewhere = make_plan(load_config(["experiment=calculator", "env=agent"]))
     assert "ask for up to 256 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]

@@ -82,7 +82,7 @@ def test_a_prompt_that_the_context_does_not_hold_is_left_out_or_named_with_the_f
     assert look.named[0].startswith(f"row 290: {rows}, line 291: its prompt has 308 tokens")
     error = ("data.overlong=error", "data.eval_size=0", "eval.every=0")
     _, (problem,) = own(model, rows, "engine.context_length=700", *error)
-    message = "10 of the 300 prompts that were looked at are longer than the 188 tokens that are left beside "
+    message = "10 of the 300 checked prompts are longer than the 188 tokens that remain after "
     assert problem.startswith(
         f"{message}rollout.max_new_tokens=512: {rows}, line 291 has 308, {rows}, line 292 has 308,"
     )
@@ -90,10 +90,10 @@ def test_a_prompt_that_the_context_does_not_hold_is_left_out_or_named_with_the_f
     assert problem.endswith(remedy)
     config, (problem,) = own(model, rows, "rollout.max_new_tokens=4000", *error)
     assert config.engine.context_length == 4096
-    assert "10 of the 300 prompts that were looked at are longer than the 96 tokens" in problem
+    assert "10 of the 300 checked prompts are longer than the 96 tokens" in problem
     assert problem.endswith("or use data.overlong=truncate_middle. The model has 4096 positions.")
     _, (problem,) = own(model, rows, "engine.context_length=700", "data.max_bad_rows=0.01", *error[1:])
-    assert problem.startswith("10 of the 300 rows that were looked at cannot be used, more than data.max_bad_rows=0.01")
+    assert problem.startswith("10 of the 300 checked rows cannot be used, more than data.max_bad_rows=0.01")
     assert problem.endswith(remedy)
 
 
@@ -116,7 +116,7 @@ def test_a_template_that_cannot_be_used_is_told(model: Path, rows: Path, templat
     assert text in problem
     if "refuses it" in text:
         first = f"row 0: {rows}, line 1: the chat template refuses it"
-        message = "44 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: "
+        message = "44 of the 44 checked rows cannot be used, more than data.max_bad_rows=0.05. The first: "
         assert problem.startswith(message + first)
     else:
         assert problem.startswith(f"model.path: model folder {model}")
@@ -127,7 +127,7 @@ def test_a_template_that_refuses_some_rows_names_the_first(model: Path, tmp_path
     (model / "chat_template.jinja").write_text(refuses)
     rows = write_rows(tmp_path / "rows.jsonl", ["a", "b"] * 150)
     _, (problem,) = own(model, rows)
-    assert problem.startswith("22 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05.")
+    assert problem.startswith("22 of the 44 checked rows cannot be used, more than data.max_bad_rows=0.05.")
     assert f"The first: row 1: {rows}, line 2: " in problem and "no b" in problem
 
 
@@ -215,13 +215,13 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
         408,
         408,
         {"too_long": 2},
-    )  # 138 prompts are too long, too, although fewer than 408
+    )  # the prompt of 138 tokens is also too long
     write_rows(rows, ["y"] * 12)
     monkeypatch.setattr("relax_core.plan.data_check.MAX_LISTED_ROWS", 4)
     look = looked()
     assert (look.looked, look.rows) == (4, 12)
     assert look.describe(what="mine") == [
-        "12 rows of mine are trained on, 4 of them, spread evenly, looked at; no prompt has more than 9 tokens."
+        "12 rows of mine are trained on, 4 of them checked, spread evenly; no prompt has more than 9 tokens."
     ]
 
 
@@ -260,5 +260,5 @@ def test_the_context_of_an_env_with_turns_holds_its_longest_observations() -> No
 
 def test_an_agent_needs_a_context_that_is_given() -> None:
     words = ("env=agent", "agent.command=true", "eval.every=0")
-    with pytest.raises(ConfigError, match=r"engine\.context_length=null with env\.name=agent: how long its turns"):
+    with pytest.raises(ConfigError, match=r"engine\.context_length=null with env\.name=agent: the length of an episode"):
         load_config(words, checks=CHECKS, settle=settle)

@@ -46,7 +46,7 @@ def test_all_rows_are_looked_at_and_what_is_wrong_is_named(tmp_path: Path) -> No
     assert (found.longest, found.bound) == (3212, 3212)
     words = [*ON_FILE, f"data.path={tmp_path / 'rows.jsonl'}", "engine.context_length=512"]
     text = as_text(make_plan(load_config(words, checks=CHECKS)))
-    assert "Data      200 rows of file are trained on, all looked at; no prompt has more than 3212 tokens." in text
+    assert "Data      200 rows of file are trained on, all checked; no prompt has more than 3212 tokens." in text
     assert "7 rows cannot be used and are left out (5 bad_row:answer, 1 bad_row:malformed, 1 too_long)." in text
     assert f"row 3: {tmp_path / 'rows.jsonl'}, line 4: not a JSON object" in text
 
@@ -56,7 +56,7 @@ def test_too_many_bad_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([*ON_FILE, path], checks=CHECKS)
     (problem,) = refused.value.problems
-    assert problem.startswith("2 of the 20 rows that were looked at cannot be used, more than data.max_bad_rows=0.05.")
+    assert problem.startswith("2 of the 20 checked rows cannot be used, more than data.max_bad_rows=0.05.")
     assert "line 19: not a JSON object" in problem
     load_config([*ON_FILE, path, "data.max_bad_rows=0.1"], checks=CHECKS)
 
@@ -65,7 +65,7 @@ def test_what_is_cut_is_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "rev " + "1 2 3 4 " * 400, "answer": "1"}, *rows(20)])
     found = looked(path, "data.overlong=truncate_left")
     assert (found.bad, found.cut, found.longest) == ({}, 1, 3212)
-    assert found.left_out() == ["1 prompts are longer than the context leaves room for, and are shortened."]
+    assert found.left_out() == ["1 prompts are too long for the context, and are shortened."]
 
 
 def test_a_file_that_changes_is_looked_at_again(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_evaluation_sets_are_looked_at_too(tmp_path: Path) -> None:
 
     message = summarize_data(config()).describe(what="file")
     assert message[-1] == "Evaluation sets, by prompts: gsm 29."
-    assert any(line.startswith("1 of evaluation set gsm cannot be used, and count as nothing.") for line in message)
+    assert any(line.startswith("1 of evaluation set gsm cannot be used and are left out.") for line in message)
     with pytest.raises(ConfigError, match=r"eval.sets.gsm: 1 of 30 rows cannot be used"):
         config("data.max_bad_rows=0.01")
 
@@ -99,7 +99,7 @@ def test_a_generated_task_costs_nothing_and_tells_its_length() -> None:
     message = "10,000 rows of digits are trained on, generated; no prompt has more than 17 tokens."
     assert found.describe(what="digits") == [message]
     assert found.looked == look.GENERATED_ROWS
-    with pytest.raises(ConfigError, match=r"64 of the 64 rows .* its prompt has 17 tokens"):
+    with pytest.raises(ConfigError, match=r"64 of the 64 checked rows .* its prompt has 17 tokens"):
         load_config(["engine.context_length=20"], checks=CHECKS)
 
 

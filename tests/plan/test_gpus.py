@@ -47,7 +47,7 @@ def test_a_start_needs_the_gpus_that_it_names(gpus: FoundGpus, words: str | None
 def test_fewer_gpus_and_machines_than_asked_for_are_told() -> None:
     placement = planned("experiment=qwen3_30b_a3b_async_16gpu").placement
     nodes, gpus = machine_faults(placement, found(*[139.8] * 4))
-    assert nodes.startswith("placement.nodes=2 with a Ray of the run's own, which is this machine alone.")
+    assert nodes.startswith("placement.nodes=2 with the run's own Ray, which has only this machine.")
     assert gpus == "placement.gpus_per_node=8, and torch finds 4 on this machine. Set placement.gpus_per_node=4."
 
 
@@ -149,4 +149,6 @@ def test_the_embedded_engine_takes_no_gpu() -> None:
     assert plan.refused == [] and plan.cache_tokens_fit is None
     assert [(place.name, place.gpus) for place in plan.places] == [("actor-0", (0,))]
     (fault,) = make_plan(planned(*ONE, "+placement.roles.rollout=1", "placement.gpus_per_node=2")).refused
-    assert fault.startswith("placement.roles.rollout=1: algo=grpo as it is set starts no such role on a GPU. Drop it.")
+    assert fault.startswith(
+        "placement.roles.rollout=1: algo=grpo with its settings has no such role on a GPU. Drop it."
+    )

@@ -78,13 +78,13 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     (
         {"prompt": "which colour?", "images": "red-00.png"},
         ("data.media_keys.image=pictures",),
-        ("data.media_keys.image=pictures", "no row that was looked at has this column", "answer, images, prompt"),
+        ("data.media_keys.image=pictures", "no checked row has this column", "answer, images, prompt"),
     ),
     (
         {"prompt": ASK, "images": "mnt/red-00.png"},
         (IMAGES,),
         (
-            "16 of the 16 rows",
+            "16 of the 16 checked rows",
             "mnt/red-00.png: No such file",
             "Are the files mounted? Name their folder in data.media_root",
         ),
@@ -92,7 +92,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     (
         url_row("https://example.org/a.png"),
         (),
-        ("16 of the 16 rows", "https://example.org/a.png: only files below data.media_root are read", "Download"),
+        ("16 of the 16 checked rows", "https://example.org/a.png: only files below data.media_root are read", "Download"),
     ),
     (
         {"prompt": [{"role": "user", "content": [SOUND, {"type": "text", "text": "what is it?"}]}]},

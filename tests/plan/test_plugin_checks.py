@@ -188,7 +188,7 @@ def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows:
     env.write_text(single_turn.replace('row["prompt"]', '{"p0": 1}.get(row["prompt"], 0) and 1 // 0 or row["prompt"]'))
     words = [f"env.name={env}", *rows, "reward=math"]
     assert load_config([*words, "data.max_bad_rows=0.2"], checks=CHECKS, settle=settle).env.name == str(env)
-    with pytest.raises(ConfigError, match=r"1 of the 16 rows .* data\.max_bad_rows=0\.01"):
+    with pytest.raises(ConfigError, match=r"1 of the 16 checked rows .* data\.max_bad_rows=0\.01"):
         load_config([*words, "data.max_bad_rows=0.01"], checks=CHECKS, settle=settle)
 
 

@@ -113,4 +113,4 @@ def test_engines_that_deal_images_hold_the_whole_tower() -> None:
     plans = [make_plan(config), make_plan(replace(config, parallel=replace(config.parallel, shard_media=True)))]
     engines = [next(holder for holder in plan.memory if holder.name == "rollout").peak.terms for plan in plans]
     assert engines[1]["engine weights"] - engines[0]["engine weights"] == plans[0].model.tower_parameters  # half, x 2
-    assert plans[1].media[-1] == "engine=sglang deals images to its GPUs, too (--mm-enable-dp-encoder)."
+    assert plans[1].media[-1] == "engine=sglang also distributes images over its GPUs (--mm-enable-dp-encoder)."

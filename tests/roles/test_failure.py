@@ -50,7 +50,7 @@ def test_a_plugins_failure_names_its_file_and_line(tmp_path: Path) -> None:
     assert failure_line(error) == f"KeyError: 'price' ({path}, line 10)"
 
 
-def test_a_failure_of_our_own_is_its_words_in_one_line() -> None:
+def test_an_expected_failure_is_one_line() -> None:
     assert failure_line(caught(lambda: int("x"))) == "ValueError: invalid literal for int() with base 10: 'x'"
     assert failure_line(OSError("first\nsecond")) == "OSError: first"
 
@@ -107,7 +107,9 @@ def lost_rank() -> BaseException:
         (lambda: RuntimeError("loss is NaN"), None),
     ],
 )
-def test_what_others_did_is_told_from_a_fault_of_ones_own(make: Callable[[], BaseException], lost: str | None) -> None:
+def test_a_failure_of_another_process_differs_from_an_own_failure(
+    make: Callable[[], BaseException], lost: str | None
+) -> None:
     assert what_was_lost(make()) == lost
 
 

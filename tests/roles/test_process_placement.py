@@ -25,7 +25,7 @@ from relax_core.roles.process_placement import (
 )
 
 
-def test_a_ray_of_our_own_stays_on_loopback_and_binds_nobody_to_cores() -> None:
+def test_the_runs_ray_listens_on_loopback_and_pins_no_cores() -> None:
     launcher = load_config().launcher
     assert node_address(launcher) == LOOPBACK
     assert node_options(launcher, "engine", 1) == {"num_cpus": 0}

@@ -52,7 +52,7 @@ def test_it_works_from_the_start_and_is_done_when_work_returns(
     assert worker.status().state == "done"
 
 
-def test_a_long_work_that_goes_on_is_told(context: RunContext) -> None:
+def test_the_progress_of_a_long_call_is_reported(context: RunContext) -> None:
     go = threading.Event()
 
     def script(worker: Scripted) -> None:
@@ -133,7 +133,7 @@ def test_names_and_folders(context: RunContext, tmp_path: Path) -> None:
     assert context.log_dir == context.run_dir / "logs"
 
 
-def test_what_it_waits_for_shows_while_it_waits(context: RunContext, wait_until: Callable[..., None]) -> None:
+def test_the_status_names_the_awaited_data(context: RunContext, wait_until: Callable[..., None]) -> None:
     inside, go = threading.Event(), threading.Event()
 
     def script(worker: Scripted) -> None:

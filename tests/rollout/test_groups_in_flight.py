@@ -39,7 +39,7 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
         assert time.monotonic() < deadline, "the engine still runs cancelled requests"
 
 
-def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
+def test_spare_groups_of_a_complete_step_are_not_generated(engine: Engine, tiny_folder: Path) -> None:
     """The spare groups wait at the gate until the step is complete without these groups."""
 
     class InTwoParts(ReplayBufferBus):

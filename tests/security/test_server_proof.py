@@ -175,7 +175,7 @@ def test_the_real_engine_answers_the_proof_and_nothing_else_without_a_token(engi
 
 # -- an intruder at the port ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["empty", "close"])
-def test_who_takes_the_port_of_an_engine_gets_no_token_and_no_prompt(mode: str) -> None:
+def test_a_process_on_the_port_of_an_engine_gets_no_token_and_no_prompt(mode: str) -> None:
     with intruder(mode) as found:
         all_calls_fail(found.url)
         received = found.received()
@@ -183,14 +183,14 @@ def test_who_takes_the_port_of_an_engine_gets_no_token_and_no_prompt(mode: str) 
         tells_nothing(received)
 
 
-def test_who_relays_the_exchange_to_the_real_engine_gets_nothing(engine: EngineProcess) -> None:
+def test_a_relay_to_the_real_engine_gets_nothing(engine: EngineProcess) -> None:
     with intruder("relay", told=engine.port) as found:
         all_calls_fail(found.url)
         tells_nothing(found.received())
     assert client_of(engine.url).model_info()["weight_version"] == "0", "the engine still works"
 
 
-def test_who_recorded_a_proof_cannot_use_it_again(engine: EngineProcess) -> None:
+def test_a_recorded_proof_is_not_accepted_again(engine: EngineProcess) -> None:
     """The recorded proof even has the address at which the intruder now listens."""
     port = HeldPort("127.0.0.1", 0)
     recorded = proof(TOKEN, nonce=NONCE, address=("127.0.0.1", port.port)).decode()
@@ -201,7 +201,7 @@ def test_who_recorded_a_proof_cannot_use_it_again(engine: EngineProcess) -> None
 
 
 @pytest.mark.parametrize("mode", ["silent", "trickle"])
-def test_who_never_ends_an_answer_keeps_no_caller(mode: str) -> None:
+def test_an_endless_answer_does_not_block_the_caller(mode: str) -> None:
     with intruder(mode) as found:
         began = time.monotonic()
         with pytest.raises(EngineUnreachable):
@@ -300,7 +300,7 @@ def test_the_port_of_a_gateway_that_died_stays_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["empty", "close", "relay", "silent"])
-def test_who_takes_the_port_of_a_gateway_gets_no_token(
+def test_a_process_on_the_port_of_a_gateway_gets_no_token(
     mode: str, engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with the same token replaces the real gateway; the intruder relays to it."""

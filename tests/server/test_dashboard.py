@@ -132,7 +132,7 @@ def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
     ("event", "alarm"),
     [("started", False), ("finished", False), ("stopped", False), ("failed", True), ("stalled", True)],
 )
-def test_what_ended_well_is_no_alarm(tmp_path: Path, event: str, alarm: bool) -> None:
+def test_a_good_end_is_no_alarm(tmp_path: Path, event: str, alarm: bool) -> None:
     run = make_run(tmp_path / "run")
     AlarmLog(run, repeat_s=0.0).report(event, "the run", title=event, text=lambda: event)
     reader = RunReader(run, None)
@@ -244,7 +244,7 @@ def test_the_stream_tells_at_once(server: Server, base: str) -> None:
         }
 
 
-def test_what_a_run_that_goes_on_writes_is_seen(tmp_path: Path) -> None:
+def test_new_records_of_an_active_run_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events" / "0000.actor-0.0.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text(

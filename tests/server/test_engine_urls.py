@@ -46,7 +46,7 @@ def test_one_engine_has_one_address_however_it_is_written() -> None:
         "http://\u2100.example:1",
     ],
 )
-def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+def test_an_invalid_server_address_is_refused(url: str) -> None:
     with pytest.raises(Refusal) as refused:
         address(url)
     assert refused.value.status == 400

@@ -118,9 +118,9 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**9)
     from schemathesis.specs.openapi.checks import ignored_auth, negative_data_rejection
 
-    # The first check would triple the requests, and test_who_may_come_in covers it for every route. The second check
-    # would count queries as invalid although their invalid part is not sent: an empty value is omitted, and every
-    # request has the token.
+    # The first check would triple the requests, and test_access_is_limited_to_the_token_holder covers it for every
+    # route. The second check would count queries as invalid although their invalid part is not sent: an empty value is
+    # omitted, and every request has the token.
     excluded, no_body = [ignored_auth], [negative_data_rejection]
 
     monkeypatch.setattr(gateway_routes, "POLL_S", 0.005)

@@ -272,7 +272,7 @@ def test_a_report_of_what_the_run_waits_for(gateway: Gateway, tmp_path: Path, mo
     assert gateway.ask("GET", "/run/stall")[0] == 405
 
 
-def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_is_limited_to_the_token_holder(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, methods in json.loads(gateway.client.get("/openapi.json", headers=TOKEN).text)["paths"].items():
         for method in methods:
             for headers in ({}, {"Authorization": "Bearer other"}, {"Cookie": "token=secret"}):

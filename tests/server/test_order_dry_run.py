@@ -44,7 +44,7 @@ def test_a_run_that_starts_no_engines_has_no_room(overrides: list[str], tmp_path
     assert with_room(dry(1, 2), None, more=1) == dry(1, 2)
 
 
-def test_what_speaks_against_an_order_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_lists_the_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_order_service, "available_bytes", lambda: 1 << 30)
     room = EngineRoom(usable=3, engine_bytes=300 << 20, engine_cores=1, machine_cores=4)
     good = with_room(dry(1, 3), room, more=2)

@@ -114,7 +114,7 @@ def test_the_page_gets_the_files_and_parts_of_them(shown: Shown) -> None:
     ],
     ids=["picture", "played"],
 )
-def test_what_is_none_of_the_run_is_not_given(
+def test_media_outside_of_the_run_is_not_served(
     folder: str, name: str, wrong: bytes, secret: bytes, path: str, shown: Shown, tmp_path: Path
 ) -> None:
     server, base, items = shown

@@ -71,7 +71,7 @@ def test_a_tool_is_shown_and_called(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"tool: {a * b}\n" in printed and printed.endswith("[the end; reward 1]\n")
 
 
-def test_isolated_ones_those_of_one_turn_and_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_isolated_and_single_turn_envs_and_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(ISOLATED)
     assert main([f"env.name={file}"], ask=typed("x")) == 0

@@ -70,7 +70,7 @@ def test_the_first_chunk_must_hold_the_layers_that_add_outputs_of_the_tower() ->
         (1, 2, 1, "the first chunk of layers has 1 of the model's 15, but the vision tower's outputs are added in the "
                   "first 2, which one chunk must hold. Use X=2."),
         (5, 2, 2, "the first stage cannot cut 5 layers into 2 equal chunks. Use X=null."),
-        (4, 1, 1, "the one stage has all layers. Set X=null."),
+        (4, 1, 1, "the only stage has all layers. Set X=null."),
     ],
 )  # fmt: skip
 def test_the_first_stage_can_hold_fewer_layers(first: int, pp: int, vpp: int, text: str | None) -> None:

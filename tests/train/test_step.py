@@ -151,7 +151,7 @@ def test_weights_that_were_broken_before_are_named_as_the_cause(folder: Path) ->
     with torch.no_grad():
         weight = next(part for _, name, part in backend._weights.parts(torch.Tensor.detach) if name == broken)
         weight[0, 0] = math.nan
-    message = rf"train step 7: .*; the first tensor whose weights are not finite themselves is {broken}; loss sum nan"
+    message = rf"train step 7: .*; the first tensor with weights that are not finite is {broken}; loss sum nan"
     with pytest.raises(FloatingPointError, match=message):
         train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=7)
 

@@ -66,7 +66,7 @@ class TrainerTurns:
 
     @contextmanager
     def with_state(self) -> Iterator[None]:
-        """Has the trainer's state on the device while the block runs: in a turn of its own, if it is on the host.
+        """Has the trainer's state on the device while the block runs: in a separate turn, if it is on the host.
 
         The engines then load the newest published weights again, from their owners.
         """

@@ -375,7 +375,7 @@ def assemble_ranks(
     ranks = world_size(layout)
     timeout_s = context.config.run.start_timeout_s
     if ranks > 1:
-        import relax_core.train.policy_backend  # noqa: F401  # takes seconds; the other ranks import, too
+        import relax_core.train.policy_backend  # noqa: F401  # takes seconds; the other ranks import at the same time
     names = [worker_name(role, rank) for rank in range(ranks)]
     other_ranks = []
     for name in names[1:]:

@@ -175,7 +175,7 @@ def _judges_with_url(judged: ChosenReward | None) -> Mapping[str, JudgeSetup]:
     setups = judged.spec.judges(judged.config).judges
     if own := [name for name, setup in setups.items() if setup.settings.url is None]:
         raise ValueError(
-            f"reward={judged.spec.name} asks judge {own[0]}, whose engines start with the run. Serve its model and "
+            f"reward={judged.spec.name} asks judge {own[0]}: its engines start with the run. Serve its model and "
             f"name the server: reward.judges.{own[0]}.url=http://HOST:PORT/v1."
         )
     return setups

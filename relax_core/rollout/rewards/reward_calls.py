@@ -31,7 +31,7 @@ def score_sync(
         except Exception as error:  # plug-in code: the sample is dropped with this reason, up to reward.max_failed
             outcomes.append(_no_reward(error))
         else:
-            assert isinstance(output, RewardOutput), "the registry checks what a score returns"
+            assert isinstance(output, RewardOutput), "the registry checks the result of a score"
             outcomes.append((output, None))
         on_answer()
     return outcomes

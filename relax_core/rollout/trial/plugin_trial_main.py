@@ -370,7 +370,7 @@ def _first_output(spec: RewardSpec, config: Any, given: Sequence[RewardInput]) -
     if spec.is_async:
         result = asyncio.run(result)
     output = result if spec.score is not None else result[0]
-    assert isinstance(output, RewardOutput), "the registry checks what a reward returns"
+    assert isinstance(output, RewardOutput), "the registry checks the result of a reward"
     return output
 
 

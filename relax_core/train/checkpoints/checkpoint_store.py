@@ -197,7 +197,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidCheckpoint:
-    """Holds a checkpoint whose files all match their digests.
+    """Holds a checkpoint with files that all match their digests.
 
     ``left`` has one sentence with the reason for each skipped checkpoint (newer or unreadable).
     """

@@ -119,9 +119,9 @@ def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path)
     before, here = (f"[{','.join(source.frozen)}]" for source in (saved, now))
     if set(saved.frozen) != set(now.frozen):
         raise ValueError(
-            f"checkpoint {folder}: the parts {before} of the model were frozen and have no optimizer state there; now "
-            f"{here} are. Go on with model.freeze={before} and the same modality, or start a new run with resume=null "
-            "from its weights: relax export FOLDER OUTPUT, then model.path=OUTPUT."
+            f"checkpoint {folder}: the parts {before} of the model were frozen and have no optimizer state. Now "
+            f"{here} are frozen. Continue with model.freeze={before} and the same modality, or start a new run with "
+            "resume=null from its weights: relax export FOLDER OUTPUT, then model.path=OUTPUT."
         )
 
 

@@ -141,7 +141,7 @@ def permute(
 
     ``tokens`` is ``[rows, hidden]``; ``routing_map``, bool, and ``probs`` are ``[rows, experts]``. Returns the rows
     ``[num_out_tokens, hidden]``, their probabilities and their row numbers, int64 ``[num_out_tokens]``. No row is
-    dropped, so the number of chosen pairs is known. Megatron selects by a mask, whose size the host has to read.
+    dropped, so the number of chosen pairs is known. Megatron selects by a mask, and the host has to read its size.
     """
     assert not fused and not drop_and_pad, "transformer_config does not set them"
     pairs = torch.nonzero_static(routing_map.T.reshape(-1), size=num_out_tokens)[:, 0]

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 META = "meta"
 UNKNOWN = 2.0  # A gradient norm above 1 is clipped, which is the more expensive case.
 KNOWN_ELEMENTS = 1 << 22  # Larger tensors are not kept on the host.
-_VALUE = "rehearsed_value"  # the attribute of a tensor whose numbers are known
+_VALUE = "rehearsed_value"  # the attribute of a tensor with known numbers
 _MADE = {  # operators that make a tensor on the device without an input tensor on the device
     aten._to_copy.default,
     aten.arange.default,
@@ -296,7 +296,7 @@ class Counting(TorchDispatchMode):
         except (RuntimeError, NotImplementedError):
             if not ours or any(self.value(tensor) is None for tensor in ours):
                 raise
-            found = self._on_host(func, args, kwargs)  # an operator whose shapes depend on numbers
+            found = self._on_host(func, args, kwargs)  # an operator with shapes that depend on numbers
             return [self._put(value) for value in found] if isinstance(found, list | tuple) else self._put(found)
         if not isinstance(out, Tensor) or out.device.type != META or out.is_floating_point():
             return out

@@ -37,7 +37,7 @@ _FORWARD, _BACKWARD = 2, 5  # products of an attention kernel: QK and PV; both a
 
 
 def use_group_without_ranks() -> None:
-    """Registers the back end of process groups whose messages are only counted."""
+    """Registers the back end of process groups that only count messages."""
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
     if WITHOUT_RANKS not in dist.Backend.backend_list:

@@ -82,7 +82,7 @@ def _await_waits(bus: BlockingBus, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_close_wakes_everybody_who_waits(make_bus: MakeBus) -> None:
+def test_close_wakes_all_waiting_callers(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     bus.admit(10, timeout_s=T)
     with ThreadPoolExecutor(6) as pool:
@@ -97,7 +97,7 @@ def test_close_wakes_everybody_who_waits(make_bus: MakeBus) -> None:
                 future.result(timeout=T)
 
 
-def test_a_put_wakes_only_who_can_go_on(make_bus: MakeBus) -> None:
+def test_a_put_wakes_only_callers_that_can_continue(make_bus: MakeBus) -> None:
     bus = make_bus()
     first, second = bus.admit(2, timeout_s=T)
     with ThreadPoolExecutor(2) as pool:

@@ -134,7 +134,7 @@ def test_a_released_row_comes_again(make_bus: MakeBus) -> None:
     bus.ack([again.lease_id], step=0, dropped={}, timeout_s=T)
 
 
-def test_an_expired_lease_goes_to_who_waits(make_bus: MakeBus) -> None:
+def test_an_expired_lease_goes_to_a_waiting_caller(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     (admission,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(admission)], timeout_s=T)

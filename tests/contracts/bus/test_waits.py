@@ -24,7 +24,7 @@ def waits_of(bus: BlockingBus, count: int) -> dict[str, BusWait]:
     return {wait.task: wait for wait in waits}
 
 
-def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> None:
+def test_each_wait_names_the_missing_data_and_its_producers(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=2, max_staleness=0)
     assert bus.waits(timeout_s=T) == []
     first, second, *early = bus.admit(100, timeout_s=T)
@@ -98,7 +98,7 @@ def test_a_step_that_is_not_due_waits_for_the_trainer(make_bus: MakeBus) -> None
         assert call.exception(timeout=T) is not None
 
 
-def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bus: MakeBus) -> None:
+def test_the_rollout_gets_new_versions_and_the_groups_that_ended(make_bus: MakeBus) -> None:
     bus = make_bus(max_staleness=0, spare_groups=1)
     slow, *others_admitted = (admission for admission in bus.admit(100, timeout_s=T) if admission.min_version == 0)
     bus.put([make_row(admission) for admission in others_admitted], timeout_s=T)
@@ -117,7 +117,7 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
     assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
 
 
-def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
+def test_each_worker_gets_its_groups_at_any_later_call(make_bus: MakeBus) -> None:
     """The second worker's groups end in both steps. This worker calls after each step.
 
     The third worker calls once, after both.

@@ -81,7 +81,7 @@ def test_logprobs_and_experts_are_those_of_transformers(moe: Engine, model: Any)
         assert np.array_equal(np.sort(found, -1), chosen)
 
 
-def test_nobody_pays_who_did_not_ask(moe: Engine) -> None:
+def test_requests_without_the_option_return_no_extra_data(moe: Engine) -> None:
     responses = moe.generate(prompts_of(*PROMPTS), SamplingParams(n=2, max_new_tokens=4))
     assert all(response.prompt_experts is None and response.response_experts is None for response in responses)
 

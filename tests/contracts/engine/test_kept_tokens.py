@@ -113,7 +113,7 @@ def test_min_p_comes_behind_the_others(engine: Engine, model: Any, changes: dict
     assert sum(check(model, response, params, engine.kind) for response in responses) > 0.9 * tokens
 
 
-def test_nobody_pays_who_did_not_ask(engine: Engine) -> None:
+def test_requests_without_the_option_return_no_extra_data(engine: Engine) -> None:
     for params in (SamplingParams(n=2, max_new_tokens=4), SamplingParams(n=2, max_new_tokens=4, top_k=5)):
         assert all(response.kept is None for response in engine.generate(prompts_of(*PROMPTS), params))
 
@@ -232,7 +232,7 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_words(engine: Engine, changes: dict[str, Any], message: str) -> None:
+def test_impossible_kept_sets_are_refused_with_a_message(engine: Engine, changes: dict[str, Any], message: str) -> None:
     body = msgspec.json.encode({"input_ids": [5, 6], **changes})
     status, answer = engine.call("/generate", body=body)
     assert status == 400 and message in answer["error"]["message"], answer

@@ -55,11 +55,11 @@ def vision_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 # The other tests use reports that only the embedded engine has. tests/engines/sglang/media tests SGLang.
 ON_SGLANG = (
-    "test_every_token_is_that_of_transformers",
+    "test_tokens_equal_those_of_transformers",
     "test_an_item_may_stand_behind_generated_tokens",
     "test_a_response_goes_on_from_its_own_prefix",
     "test_every_row_of_an_item_has_its_experts",
-    "test_what_is_seen_decides",
+    "test_the_response_depends_on_the_image",
     "test_weights_change_while_a_picture_prompt_runs",
     "test_an_interrupted_sample_has_the_tokens_of_a_calm_one",
 )
@@ -73,7 +73,7 @@ def _fits(request: pytest.FixtureRequest) -> None:
             pytest.skip("SGLang has a test of its own")
 
 
-def test_every_token_is_that_of_transformers(vision_engine: VisionEngine) -> None:
+def test_tokens_equal_those_of_transformers(vision_engine: VisionEngine) -> None:
     prompts, params = scene(vision_engine), vision_engine.params
     responses = vision_engine.engine.generate(prompts, params)
     assert len(responses) == 2 * len(prompts)
@@ -142,7 +142,7 @@ def test_every_row_of_an_item_has_its_experts(vision_engine: VisionEngine) -> No
 
 
 # -- vision -----------------------------------------------------------------------------------------------------------
-def test_what_is_seen_decides(vision_engine: VisionEngine) -> None:
+def test_the_response_depends_on_the_image(vision_engine: VisionEngine) -> None:
     """Another picture, or two pictures in another order, change the log-probs of later tokens."""
     seen = vision_engine.seen
     left, right, third = (seen.image(3, 3, seed=seed) for seed in (11, 12, 13))

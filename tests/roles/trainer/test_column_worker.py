@@ -39,7 +39,7 @@ from tests.bus.make_media import held, make_item, media_columns
 from tests.bus.make_rows import for_actor, for_worker, make_core, make_row, make_settings
 from tests.roles.run_context import context_in
 
-OWED = "rollout has no group in flight and owes new ones"
+OWED = "rollout has no group in flight and owes new groups"
 
 
 class LateBus:

@@ -87,7 +87,7 @@ def assert_same_tree(tree: TokenTree, expected: TokenTree) -> None:
 
 
 @pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
-def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> None:
+def test_ranks_read_the_same_batches_as_the_lead(budget_rows: int) -> None:
     """The lead rank splits trees without tokens. Each rank's parts equal the parts of complete trees."""
     core = make_core(groups_per_step=GROUPS, group_size=64)
     random_groups(core)

@@ -250,7 +250,7 @@ def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path,
     assert -np.expm1(-gaps[0]).mean() >= BANNED_MASS  # each gap is log(1 / (1 - mass))
 
 
-def test_the_entropy_is_that_of_what_was_left(folder: Path, scored: Rows) -> None:
+def test_the_entropy_covers_only_the_kept_tokens(folder: Path, scored: Rows) -> None:
     from transformers import Qwen3ForCausalLM
 
     recorded = Recorded(find_algorithm("grpo"))

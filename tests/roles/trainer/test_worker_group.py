@@ -217,7 +217,7 @@ def test_a_rank_that_dies_is_named_also_where_the_lead_breaks_of_it(
     assert names == [("accumulate of all ranks", f"actor-{rank}") for rank in range(4)]
 
 
-def test_what_a_rank_raises_by_itself_is_no_loss(
+def test_an_error_of_a_rank_is_not_a_lost_process(
     other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
     lead = Backend(0, fails="out of memory")
@@ -241,7 +241,7 @@ def test_a_process_that_was_started_anew_is_a_lost_rank(
     assert status_of(other_ranks[0]).state != "failed"
 
 
-def test_what_one_rank_alone_raises_is_told_by_it_and_by_the_lead(
+def test_an_error_of_one_rank_is_reported_by_this_rank_and_the_lead(
     other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
     members = start(other_ranks, 2, context, rank_1=BROKE, rank_2="a bad loss")
@@ -264,7 +264,7 @@ def test_a_rank_that_ray_starts_anew_ends_where_a_collective_breaks(
         one_replica(Backend(0), members, lease).accumulate(groups[:1])
 
 
-def test_who_does_not_answer_in_time_is_named(
+def test_a_rank_without_an_answer_in_time_is_named(
     other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
     members = start(other_ranks, 2, context, rank_2="hangs")

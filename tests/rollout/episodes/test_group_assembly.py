@@ -266,7 +266,7 @@ def test_an_episode_without_a_reward_is_dropped_alone() -> None:
     assert isinstance(dropped, DroppedGroup) and dropped.reason == "reward_failed"
 
 
-def test_what_is_dropped_is_told_with_its_tokens() -> None:
+def test_dropped_samples_are_reported_with_their_tokens() -> None:
     told: list[tuple[list[str], int]] = []
 
     def lost(tree: TokenTree) -> None:

@@ -62,7 +62,7 @@ def test_experts_of_a_group_arrive_as_its_rows_are_packed() -> None:
     assert np.array_equal(experts[computed], expected)
 
 
-def test_where_nobody_asks_there_is_no_column() -> None:
+def test_the_column_is_missing_if_the_run_does_not_need_it() -> None:
     row = leased(replayed=False)
     assert c.ROUTED_EXPERTS not in row.columns
     group, _ = decode_train_tree(row, step=3, oldest_version=3)

@@ -184,7 +184,7 @@ def test_kept_sets_go_by_row() -> None:
         build_tree("g", [wrong])
 
 
-def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
+def test_a_position_does_not_change_when_its_run_is_split() -> None:
     builder = TreeBuilder()
     long = builder.observe(builder.root, [1, 2, 3, 4])
     short = builder.observe(builder.root, [1, 2])

@@ -55,7 +55,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
         folder = os.environ.get(MEDIA_FOLDER)
         self._reader = FolderReader(Path(folder)) if folder else None
         towers = Towers.of(folder_architecture(Path(os.environ[VISION_FOLDER])))
-        assert towers is not None and towers.vision is not None, "only models with a tower are served with the variable"
+        assert towers is not None and towers.vision is not None, "the variable is set only for models with a tower"
         self._towers, self._tower = towers, towers.vision
 
     async def process_mm_data_async(
@@ -81,7 +81,7 @@ class RelaxMediaProcessor(BaseMultimodalProcessor):
 
 
 def _parts(media: Media, tensors: Mapping[str, np.ndarray], towers: Towers) -> Iterator[MultimodalDataItem]:
-    """Yields one SGLang item per step of a grid, because a tower attends only within a step, and one for a sound."""
+    """Yields an SGLang item for each step of a grid (a tower attends only within a step), or for a sound."""
     for step, span in enumerate(step_spans(media, towers)):
         assert towers.vision is not None, "an image or a video needs a model with a vision tower"
         image, size = media.item.kind == "image", towers.vision.temporal_patch_size
