@@ -175,7 +175,7 @@ def read_peft(folder: Path, *, shapes: Mapping[str, Sequence[int]]) -> list[Lora
         raise ValueError(f"{path} cannot be read: {error}. Write it again.") from error
     base = f"base_model_name_or_path={config.base_model_name_or_path}"
     for name, sides in factors.items():
-        fix = f"The adapter's base is {base}: set model.path to this model"
+        fix = f"The adapter's base is {base}: give the folder of this model"
         if name not in shapes:
             raise ValueError(f"{path}: {name} is not a weight of the model. {fix}.")
         if sides.keys() != {"A", "B"}:

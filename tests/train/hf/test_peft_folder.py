@@ -107,9 +107,9 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda config, _: config.update(bias="all"), "bias=all"),
         (lambda config, _: config.update(r=0), "r=0"),
         (lambda config, _: config.pop("lora_alpha"), "lora_alpha"),
-        (lambda config, _: config.update(r=8), r"factors of the shapes.*r=8.*/models/base.*model.path"),
+        (lambda config, _: config.update(r=8), r"factors of the shapes.*r=8.*/models/base.*give the folder"),
         (lambda _, stored: stored.pop(FIRST), "only lora_B"),
-        (lambda _, stored: stored.update({FIRST: torch.ones(RANK, 9)}), r"q_proj.*\(12, 8\).*model.path"),
+        (lambda _, stored: stored.update({FIRST: torch.ones(RANK, 9)}), r"q_proj.*\(12, 8\).*give the folder"),
         (lambda _, stored: stored.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head.weight is not"),
         (
             lambda _, stored: stored.update({FIRST.replace("layers.0", "layers.9"): torch.ones(RANK, 8)}),
@@ -168,7 +168,8 @@ def test_relax_export_merges_a_peft_folder(adapter: tuple[Path, Any], tmp_path: 
     asked = [] if dtype is None else ["--dtype", dtype]
     assert export.main([str(folder), str(tmp_path / "hf"), "--shard-gb", "1e-4", *asked]) == 0
     assert not (tmp_path / "hf/adapter_config.json").exists()
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    loaded, info = both
     assert not any(info.values())
     expected = model.state_dict()
     for name, tensor in loaded.state_dict().items():
@@ -185,5 +186,5 @@ def test_a_base_model_that_is_not_a_folder_is_asked_for(
     assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf")]) == 2
     assert re.search("base_model_name_or_path=/models/base.*--model", capsys.readouterr().err)
     assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf"), "--model", str(folder.parent / "base")]) == 2
-    assert re.search("q_proj.*shape.*/models/base.*model.path", capsys.readouterr().err)
+    assert re.search("factors of the shapes.*/models/base.*give the folder", capsys.readouterr().err)
     assert not (tmp_path / "hf").exists()
