@@ -30,7 +30,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy" for a model with an
     output layer, or "critic" for a model with a value head. ``layout`` holds the sizes by their keys in `parallel`.
     ``step`` counts train steps and ``updates`` the updates of the optimizer. ``frozen`` names the parts of the model
-    that have no optimizer state.
+    that have no optimizer state. ``lora`` has the settings of the adapters; the checkpoint then has only their factors.
     """
 
     family: str
@@ -44,6 +44,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     time: str
     libraries: dict[str, str]
     frozen: tuple[str, ...] = ()
+    lora: dict[str, Any] | None = None
 
 
 def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
