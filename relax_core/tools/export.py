@@ -20,6 +20,7 @@ from relax_core.families.folder import ADAPTER_FILE
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
+from relax_core.train.checkpoints.provenance import read_provenance
 
 DTYPES = ("float32", "bfloat16")
 POLICY = "train"  # folder of the policy's weights in a checkpoint
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="folder of configuration and tokenizer; default: the run's or the adapter's model"
     )
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA factors of a run as a PEFT folder")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
     parser.add_argument("--trust", action="store_true", help="run the plug-in file of a foreign run's model family")
     parsed = parser.parse_args(arguments)
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=parsed.dtype,
             shard_gb=parsed.shard_gb,
             trust=parsed.trust,
+            adapter=parsed.adapter,
         )
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
@@ -53,17 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float, trust: bool) -> None:
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: Path | None,
+    dtype: str | None,
+    shard_gb: float,
+    trust: bool,
+    adapter: bool = False,
+) -> None:
     """Checks every file of a checkpoint against its digest, then writes to ``out``, a missing or empty folder.
 
     Existing files are never replaced or removed. Without ``trust``, refuses a model family from a file if the run
     belongs to another user. Raises the ValueError and OSError of `relax_core.train.hf.hf_export.export_checkpoint`. If
-    ``checkpoint`` is a PEFT folder, merges the adapter into its base model and writes the result.
+    ``checkpoint`` is a PEFT folder or has LoRA factors, writes the base model with the factors merged. With
+    ``adapter``, writes the factors of a checkpoint as a PEFT folder.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
     shard_bytes = int(shard_gb * 1e9)
-    if (checkpoint / ADAPTER_FILE).is_file():
+    if (checkpoint / ADAPTER_FILE).is_file() and not adapter:
         check_output_folder(out, option="OUT")
         from relax_core.train.hf.peft_folder import merge_peft
 
@@ -84,10 +97,26 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
     keys, own_run = _model_keys(checkpoint)
     if not own_run and not trust:
         check_powers({"model": {"family": keys.get("family")}}, checkpoint / CONFIG)
+    folder = model if model is not None else _model_of_run(keys)
+    if read_provenance(checkpoint / POLICY).lora is not None:
+        from relax_core.train.hf.peft_folder import export_lora_checkpoint
+
+        export_lora_checkpoint(
+            checkpoint / POLICY,
+            out.absolute(),
+            base=folder,
+            adapter=adapter,
+            family=keys.get("family"),
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )
+        return
+    if adapter:
+        raise ValueError(f"--adapter: {checkpoint} has no LoRA factors. Export it as a whole model, without --adapter.")
     export_checkpoint(
         checkpoint / POLICY,
         out.absolute(),
-        model_folder=model if model is not None else _model_of_run(keys),
+        model_folder=folder,
         family=keys.get("family"),
         dtype=dtype,
         shard_bytes=shard_bytes,

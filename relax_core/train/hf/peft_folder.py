@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from relax_core.families.folder import ADAPTER_FILE
+from relax_core.families.folder import ADAPTER_FILE, family_key, folder_architecture
+from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, StoredFolder, read_errors_as_valueerror
 from relax_core.train.checkpoints.checkpoint_store import atomic_folder
-from relax_core.train.hf.hf_export import SHARD_BYTES, export_hf_folder
+from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
+from relax_core.train.hf.hf_export import READ_BYTES, SHARD_BYTES, export_hf_folder
 from relax_core.weights.folder_stream import open_safetensors, read_safetensors
 from relax_core.weights.lora_merge import LoraFactors, merged
 from relax_core.weights.safetensors_stream import library_layout, write_safetensors
@@ -175,7 +178,7 @@ def read_peft(folder: Path, *, shapes: Mapping[str, Sequence[int]]) -> list[Lora
         raise ValueError(f"{path} cannot be read: {error}. Write it again.") from error
     base = f"base_model_name_or_path={config.base_model_name_or_path}"
     for name, sides in factors.items():
-        fix = f"The adapter's base is {base}: set model.path to this model"
+        fix = f"The adapter's base is {base}: give the folder of this model"
         if name not in shapes:
             raise ValueError(f"{path}: {name} is not a weight of the model. {fix}.")
         if sides.keys() != {"A", "B"}:
@@ -211,7 +214,60 @@ def merge_peft(
             "--model FOLDER."
         )
     shapes = {name: tensor.shape for name, tensor in open_safetensors(source)}
-    factors = {factor.name: factor for factor in read_peft(folder, shapes=shapes)}
+    _write_merged(source, read_peft(folder, shapes=shapes), target, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def export_lora_checkpoint(
+    checkpoint: Path,
+    target: Path,
+    *,
+    base: Path,
+    adapter: bool,
+    family: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a LoRA checkpoint as a PEFT folder if ``adapter`` is True, otherwise like `merge_peft`.
+
+    ``checkpoint`` is the folder of one model in a checkpoint; its provenance has ``lora``. ``base`` is the folder of
+    the base model, ``family`` as in `export_checkpoint`. Raises ValueError if the checkpoint is corrupt or of another
+    model than ``base``.
+    """
+    provenance = read_provenance(checkpoint)
+    assert provenance.lora is not None, f"{checkpoint} has no adapters"
+    named = family_key(provenance.family, also=family) or provenance.family
+    check_same_numbers(provenance.model, model_numbers(folder_architecture(base, family=named)), folder=checkpoint)
+    rank, alpha, rslora = (provenance.lora[key] for key in ("rank", "alpha", "rslora"))
+    factors = _checkpoint_factors(checkpoint, scale=lora_scale(rank=rank, alpha=alpha, rslora=rslora))
+    if not adapter:
+        _write_merged(base, factors, target, dtype=dtype, shard_bytes=shard_bytes)
+        return
+    if dtype is not None:
+        kind = getattr(torch, dtype)
+        factors = [factor._replace(a=factor.a.to(kind), b=factor.b.to(kind)) for factor in factors]
+    names = [name for name, _ in open_safetensors(base)]
+    write_peft(target, factors, alpha=alpha, rslora=rslora, base_model=str(base.absolute()), names=names)
+
+
+def _checkpoint_factors(checkpoint: Path, *, scale: float) -> list[LoraFactors]:
+    sides: dict[str, dict[str, Tensor]] = {}
+    with read_errors_as_valueerror(checkpoint):
+        stored = StoredFolder(checkpoint)
+        names = [name for name in stored.tensors() if name.startswith(WEIGHTS)]
+        for name, tensor in stored.read(names, bucket_bytes=READ_BYTES):
+            match = _FACTOR.fullmatch(name.removeprefix(WEIGHTS))
+            assert match is not None, f"{checkpoint}: {name} is not a factor"
+            sides.setdefault(match["module"] + WEIGHT, {})[match["side"]] = tensor
+    return [LoraFactors(name, found["A"], found["B"], scale) for name, found in sorted(sides.items())]
+
+
+def _write_merged(
+    source: Path, adapted: Iterable[LoraFactors], target: Path, *, dtype: str | None, shard_bytes: int
+) -> None:
+    shapes = {name: tensor.shape for name, tensor in open_safetensors(source)}
+    factors = {factor.name: factor for factor in adapted}
+    if unknown := sorted(factors.keys() - shapes.keys()):
+        raise ValueError(f"{source} has no weight {unknown[0]}, which has LoRA factors. Give the base model's folder.")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_safetensors(source):

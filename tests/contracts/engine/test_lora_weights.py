@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from relax_core.config.choices import WeightTransportName
-from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.weights.lora_merge import LoraFactors
 from relax_core.weights.publisher import SyncReport, WeightPublisher
 from relax_core.weights.transport_choice import build_transport
-from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER
-from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, random_prompt
+from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, VersionWriter
+from tests.contracts.engine.harness import (
+    Engine,
+    hf_weights,
+    make_model,
+    prompts_of,
+    random_prompt,
+    sglang_client,
+    sglang_only,
+)
 from tests.contracts.engine.test_tokens_and_logprobs import transformers_logprobs
 
 RANK, SCALE, TIMEOUT_S, TOLERANCE = 4, 2.0, 60.0, 1e-5
@@ -94,3 +102,18 @@ def test_log_probs_are_those_of_merged_weights(
     (why,) = send(few).refused.values()
     assert "digest" in why and engine.version == version - 1
     publisher.close()
+
+
+@sglang_only
+def test_a_server_without_the_loader_refuses_factors(engine: Engine, tmp_path: Path) -> None:
+    """SGLang's loader of folders would load the base model and report the new version."""
+    model, before = make_model(None, seed=0), engine.version
+    weights = hf_weights(model)
+    (tmp_path / "1").mkdir()
+    writer = VersionWriter(tmp_path, frozen=[name for name, _ in weights], model_folder=None)
+    manifest = writer.write(tmp_path / "1", before + 1, weights, factors=factors_of(model, seed=1))
+    client = sglang_client(engine.process.url)
+    client.has_loader = False  # as for a server that the run did not start
+    with pytest.raises(EngineError, match="LoRA factors"):
+        client.update_weights(manifest)
+    assert engine.version == before

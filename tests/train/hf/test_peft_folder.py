@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
+from relax_core.families.folder import folder_architecture
 from relax_core.tools import export
+from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, Block, Pieces, write_pieces
+from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoints.provenance import Provenance, model_numbers, write_provenance
 from relax_core.train.hf.peft_folder import ADAPTER_WEIGHTS, read_peft, target_modules, write_peft
 from relax_core.weights.lora_merge import LoraFactors
 from tests.contracts.engine.harness import hf_weights, make_model
@@ -107,9 +112,9 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda config, _: config.update(bias="all"), "bias=all"),
         (lambda config, _: config.update(r=0), "r=0"),
         (lambda config, _: config.pop("lora_alpha"), "lora_alpha"),
-        (lambda config, _: config.update(r=8), r"factors of the shapes.*r=8.*/models/base.*model.path"),
+        (lambda config, _: config.update(r=8), r"factors of the shapes.*r=8.*/models/base.*give the folder"),
         (lambda _, stored: stored.pop(FIRST), "only lora_B"),
-        (lambda _, stored: stored.update({FIRST: torch.ones(RANK, 9)}), r"q_proj.*\(12, 8\).*model.path"),
+        (lambda _, stored: stored.update({FIRST: torch.ones(RANK, 9)}), r"q_proj.*\(12, 8\).*give the folder"),
         (lambda _, stored: stored.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head.weight is not"),
         (
             lambda _, stored: stored.update({FIRST.replace("layers.0", "layers.9"): torch.ones(RANK, 8)}),
@@ -168,7 +173,8 @@ def test_relax_export_merges_a_peft_folder(adapter: tuple[Path, Any], tmp_path: 
     asked = [] if dtype is None else ["--dtype", dtype]
     assert export.main([str(folder), str(tmp_path / "hf"), "--shard-gb", "1e-4", *asked]) == 0
     assert not (tmp_path / "hf/adapter_config.json").exists()
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    loaded, info = both
     assert not any(info.values())
     expected = model.state_dict()
     for name, tensor in loaded.state_dict().items():
@@ -185,5 +191,59 @@ def test_a_base_model_that_is_not_a_folder_is_asked_for(
     assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf")]) == 2
     assert re.search("base_model_name_or_path=/models/base.*--model", capsys.readouterr().err)
     assert export.main([str(tmp_path / "peft"), str(tmp_path / "hf"), "--model", str(folder.parent / "base")]) == 2
-    assert re.search("q_proj.*shape.*/models/base.*model.path", capsys.readouterr().err)
+    assert re.search("factors of the shapes.*/models/base.*give the folder", capsys.readouterr().err)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_checkpoint_of_factors_is_exported_merged_and_as_an_adapter(
+    adapter: tuple[Path, Any], tmp_path: Path, rslora: bool
+) -> None:
+    """The checkpoint has the factors only, under the names of PEFT."""
+    base = adapter[0].parent / "base"
+    given = factors_of(make_model(None, seed=0), seed=5)
+    alpha = 2.0 * (2 if rslora else 4)  # rank 4, scale 2
+    checkpoint = save_factors(tmp_path / "run", given, base=base, alpha=alpha, rslora=rslora)
+    assert export.main([str(checkpoint), str(tmp_path / "peft"), "--adapter"]) == 0
+    shapes = {name: tuple(tensor.shape) for name, tensor in hf_weights(make_model(None, seed=0))}
+    for mine, theirs in zip(given, read_peft(tmp_path / "peft", shapes=shapes), strict=True):
+        assert (mine.name, mine.scale) == (theirs.name, theirs.scale)
+        assert torch.equal(mine.a, theirs.a) and torch.equal(mine.b, theirs.b)
+    assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
+    expected = merged_model(make_model(None, seed=0), given).state_dict()
+    for name, tensor in load_file(tmp_path / "hf/model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def save_factors(run: Path, given: list[LoraFactors], *, base: Path, alpha: float, rslora: bool) -> Path:
+    """Writes a checkpoint like a rank that has only factors."""
+    tensors = {
+        f"{WEIGHTS}{name.removesuffix('.weight')}.lora_{side}.weight": tensor
+        for name, a, b, _ in given
+        for side, tensor in (("A", a), ("B", b))
+    }
+    architecture = folder_architecture(base)
+    provenance = Provenance(
+        family=architecture.family,
+        head="policy",
+        dtype="float32",
+        model=model_numbers(architecture),
+        layout={},
+        world_size=1,
+        step=1,
+        updates=1,
+        time="",
+        libraries={},
+        lora={"rank": 4, "alpha": alpha, "targets": ["q_proj"], "rslora": rslora},
+    )
+
+    def write(partial: Path) -> None:
+        (partial / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(base), "builtin": None}}))
+        (partial / "train").mkdir()
+        pieces = {name: Pieces(tuple(value.shape), [Block((0, 0), value)]) for name, value in tensors.items()}
+        one_process: Any = None
+        write_pieces(partial / "train", pieces, group=one_process)
+        write_provenance(provenance, partial / "train")
+
+    return CheckpointStore(run, keep_last=1).write(1, writers=write, meta={})
