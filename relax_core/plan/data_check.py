@@ -302,7 +302,7 @@ def _look_offline(config: RelaxConfig, kind: Offline) -> DataSummary:
     most, bad, refused = config.data.max_bad_rows, look.bad.total(), None
     if too_many_bad(bad, look.looked, rows=look.looked if generated else len(source), most=most):
         refused = (
-            f"{bad:,} of the {look.looked:,} rows that were looked at cannot be used, more than "
+            f"{bad:,} of the {look.looked:,} checked rows cannot be used, more than "
             f"data.max_bad_rows={most:g}. The first: {look.named()[0]}"
         )
     if kind == "pairs" and look.most_rows > config.parallel.micro_batch_tokens:
