@@ -30,9 +30,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule, tensor_shape, weight_rules
 from relax_core.train.hf.weight_slices import parameters_by_global_name, part_view, piece_of_rule, piece_shape
 from relax_core.train.model.gpt import parameter_name
-from relax_core.weights.lora_merge import merged
-
-FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the factors' names, as in PEFT
+from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, lora_scale, merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,8 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Returns the factor s of B·A: alpha / rank, or with rsLoRA (arXiv 2312.03732) alpha / √rank."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Returns the factor s of B·A."""
+        return lora_scale(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
 
 
 @dataclass(frozen=True, kw_only=True)

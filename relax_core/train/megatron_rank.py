@@ -273,7 +273,8 @@ class RankSetup:
     For ``store_address`` and ``token`` see `open_rank_store`. ``timeout_s`` bounds every wait for other ranks, in
     seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts. ``banned_token_ids`` are
     tokens that are never sampled, so they have no probability. ``frozen`` are the parts of the model that do not train
-    (`relax_core.config.choices.MODEL_PARTS`). ``lora`` has the settings of the policy's adapters. ``threads`` is the number of threads of a rank on CPU cores.
+    (`relax_core.config.choices.MODEL_PARTS`). ``lora`` has the settings of the policy's
+    adapters. ``threads`` is the number of threads of a rank on CPU cores.
     """
 
     model_folder: Path

@@ -5,9 +5,12 @@ The same order of operations on both sides gives the same bits in bfloat16, so t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
+
+FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the factors' names, as in PEFT
 
 
 class LoraFactors(NamedTuple):
@@ -20,6 +23,11 @@ class LoraFactors(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+
+def lora_scale(*, rank: int, alpha: float, rslora: bool) -> float:
+    """Returns alpha / rank, or alpha / √rank for rank-stabilized LoRA (arXiv 2312.03732)."""
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ the weight publisher.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -74,6 +75,8 @@ from relax_core.weights.transport_choice import build_transport, choose_transpor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from relax_core.weights.lora_merge import LoraFactors
 
 
 log = logging.getLogger(__name__)
@@ -322,26 +325,21 @@ class PolicyTrainer(Worker):
             self._turns.before_publication()
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
         outage, waits = Outage(f"writes weights {version}", report=self._report_wait), on_disk or not first
-        if self._sends_factors:
-            self._publish_factors(self._sync, version, outage, waits=waits)
-        else:
-            self._write_weights(partial(self._sync.publish, version), outage, waits=waits)
+        sync = self._sync
+        if not self._sends_factors:
+            self._write_weights(partial(sync.publish, version), outage, waits=waits)
+            return
+        self._write_exports(
+            lambda: self._factor_exports(sync),
+            lambda base, factors: sync.publish(version, base, factors=factors),
+            outage,
+            waits=waits,
+        )
 
-    def _publish_factors(self, sync: WeightSync, version: int, outage: Outage, *, waits: bool) -> None:
-        """Publishes the LoRA factors and, for the first version of this process, the weights of the base model."""
-
-        def attempt() -> None:
-            base = iter(()) if sync.has_frozen else self._worker_group.export_base()
-            factors = self._worker_group.export_factors()
-            try:
-                sync.publish(version, base, factors=factors)
-            except OSError as error:
-                if waits and is_outage(error):  # all ranks end their part of this export before the next export begins
-                    for _ in (*base, *factors):
-                        pass
-                raise
-
-        retry_through_outage(attempt, outage, limit_s=OUTAGE_SHARE * self._config.run.stall_timeout_s if waits else 0.0)
+    def _factor_exports(self, sync: WeightSync) -> tuple[Iterator[tuple[str, Tensor]], Iterator[LoraFactors]]:
+        """Returns the weights of the base model, empty if this process has written them, and the LoRA factors."""
+        base = iter(()) if sync.has_frozen else self._worker_group.export_base()
+        return base, self._worker_group.export_factors()
 
     def _write_weights(
         self,
@@ -363,13 +361,25 @@ class PolicyTrainer(Worker):
                 yield name, tensor
                 del tensor  # frees the tensor before the next tensor is created
 
+        self._write_exports(lambda: (tensors(),), write, outage, waits=waits)
+
+    def _write_exports(
+        self,
+        exports: Callable[[], tuple[Iterator[Any], ...]],
+        write: Callable[..., None],
+        outage: Outage,
+        *,
+        waits: bool,
+    ) -> None:
+        """Passes the results of ``exports`` to ``write``. If ``waits`` is True, repeats both after an outage."""
+
         def attempt() -> None:
-            exported = tensors()
+            exported = exports()
             try:
-                write(exported)
+                write(*exported)
             except OSError as error:
-                if waits and is_outage(error):
-                    for _ in exported:  # all ranks end their part of this export before the next export begins
+                if waits and is_outage(error):  # all ranks end their part of this export before the next export begins
+                    for _ in itertools.chain(*exported):
                         pass
                 raise
 

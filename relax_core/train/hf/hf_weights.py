@@ -20,13 +20,12 @@ from relax_core.train.hf.stored_weights import WholeTensor, fused, stored_weight
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
 from relax_core.train.hf.weight_slices import WeightSlice, part_view, weight_slices
 from relax_core.train.model.gpt import VALUE_HEAD
-from relax_core.weights.lora_merge import LoraFactors, merged
+from relax_core.weights.lora_merge import FACTOR_A, LoraFactors, merged
 
 if TYPE_CHECKING:
     from relax_core.train.lora import Adapters
 
 BUCKET_BYTES = 64 << 20
-FACTOR_A = ".lora_A.weight"
 _NO_RANK = 2**31 - 1
 
 

@@ -24,7 +24,7 @@ from relax_core.train.checkpoints.checkpoint_store import atomic_folder
 from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
 from relax_core.train.hf.hf_export import READ_BYTES, SHARD_BYTES, export_hf_folder
 from relax_core.weights.folder_stream import open_safetensors, read_safetensors
-from relax_core.weights.lora_merge import LoraFactors, merged
+from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, LoraFactors, lora_scale, merged
 from relax_core.weights.safetensors_stream import library_layout, write_safetensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -56,11 +56,6 @@ class AdapterConfig(msgspec.Struct, kw_only=True):
     def scale(self) -> float:
         """Returns the factor of B @ A."""
         return lora_scale(rank=self.r, alpha=self.lora_alpha, rslora=self.use_rslora)
-
-
-def lora_scale(*, rank: int, alpha: float, rslora: bool) -> float:
-    """Returns alpha / rank, or alpha / sqrt(rank) for rank-stabilized LoRA (arXiv 2312.03732)."""
-    return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def write_peft(
@@ -108,8 +103,8 @@ def write_peft(
 def _named(factors: Iterable[LoraFactors]) -> Iterable[tuple[str, Tensor]]:
     for name, a, b, _ in factors:
         module = PREFIX + name.removesuffix(WEIGHT)
-        yield f"{module}.lora_A.weight", a
-        yield f"{module}.lora_B.weight", b
+        yield module + FACTOR_A, a
+        yield module + FACTOR_B, b
 
 
 def target_modules(adapted: Sequence[str], *, names: Collection[str]) -> list[str]:
