@@ -92,7 +92,11 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     (
         url_row("https://example.org/a.png"),
         (),
-        ("16 of the 16 checked rows", "https://example.org/a.png: only files below data.media_root are read", "Download"),
+        (
+            "16 of the 16 checked rows",
+            "https://example.org/a.png: only files below data.media_root are read",
+            "Download",
+        ),
     ),
     (
         {"prompt": [{"role": "user", "content": [SOUND, {"type": "text", "text": "what is it?"}]}]},
