@@ -30,22 +30,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule, tensor_shape, weight_rules
 from relax_core.train.hf.weight_slices import parameters_by_global_name, part_view, piece_of_rule, piece_shape
 from relax_core.train.model.gpt import parameter_name
-from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, lora_scale, merged
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Holds the settings of adapters (the keys `model.lora`)."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    rslora: bool
-
-    @property
-    def scale(self) -> float:
-        """Returns the factor s of B·A."""
-        return lora_scale(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
+from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, Lora, merged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ from relax_core.train.hf.hf_export import stored_dtypes
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.host_states import HostStates
-from relax_core.train.lora import Adapters, Lora
+from relax_core.train.lora import Adapters
 from relax_core.train.micro_batches import ROW, MicroBatcher, RankClock, TowerWork, pack_tree, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
@@ -56,6 +56,7 @@ from relax_core.train.optimizer import build_optimizer, freeze_parts, set_main_w
 from relax_core.train.parallel_layout import world_size
 from relax_core.train.state_offload import StateOffload, resized
 from relax_core.weights.folder_stream import open_safetensors
+from relax_core.weights.lora_merge import Lora
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):

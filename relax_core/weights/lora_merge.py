@@ -1,16 +1,32 @@
-"""Adds the product of LoRA factors to a weight; the trainer's forward pass and all readers use this function.
+"""LoRA: settings, factors, and the sum of a weight and its factors, for the forward pass of the trainer and all readers.
 
-The same order of operations on both sides gives the same bits in bfloat16, so that engine and trainer agree.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the factors' names, as in PEFT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Holds the settings of adapters (the keys `model.lora`)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor s of B·A."""
+        return lora_scale(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
 
 
 class LoraFactors(NamedTuple):

@@ -260,7 +260,5 @@ def test_the_context_of_an_env_with_turns_holds_its_longest_observations() -> No
 
 def test_an_agent_needs_a_context_that_is_given() -> None:
     words = ("env=agent", "agent.command=true", "eval.every=0")
-    with pytest.raises(
-        ConfigError, match=r"engine\.context_length=null with env\.name=agent: the length"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.context_length=null with env\.name=agent: the length"):
         load_config(words, checks=CHECKS, settle=settle)

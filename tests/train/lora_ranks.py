@@ -14,9 +14,9 @@ from tiny_trainer import dp_groups, make_backend, parallel_config, train_step
 from relax_core.config.choices import Recompute
 from relax_core.train import process_group
 from relax_core.train.hf.hf_weights import HfWeights
-from relax_core.train.lora import Lora
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
+from relax_core.weights.lora_merge import Lora
 from tests.train.rank_server import run_alone_and_on_two_ranks
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -16,7 +16,6 @@ Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import random
@@ -235,7 +234,7 @@ class RankCheckpoint:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             libraries=library_versions(),
             frozen=tuple(setup.frozen),
-            lora=None if setup.lora is None or self._head == "critic" else dataclasses.asdict(setup.lora),
+            lora=None if setup.lora is None or self._head == "critic" else setup.lora,
         )
 
     def _updates_of_all_ranks(self) -> int:

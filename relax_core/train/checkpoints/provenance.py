@@ -16,6 +16,7 @@ import msgspec
 from relax_core.config.schema import ParallelConfig
 from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import megatron_arguments
+from relax_core.weights.lora_merge import Lora
 
 PROVENANCE = "provenance.json"
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -44,7 +45,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     time: str
     libraries: dict[str, str]
     frozen: tuple[str, ...] = ()
-    lora: dict[str, Any] | None = None
+    lora: Lora | None = None
 
 
 def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -129,9 +130,14 @@ def check_same_adapters(saved: Provenance, now: Provenance, *, folder: Path) -> 
     """Raises ValueError if the adapters of ``saved`` have other settings: their factors have another meaning."""
     if saved.lora == now.lora:
         return
-    there, here = ("none" if source.lora is None else str(source.lora) for source in (saved, now))
+    there, here = ({} if source.lora is None else dataclasses.asdict(source.lora) for source in (saved, now))
+    differing = ", ".join(
+        f"{key} {there.get(key, 'none')} there, {here.get(key, 'none')} here"
+        for key in (there or here)
+        if there.get(key) != here.get(key)
+    )
     raise ValueError(
-        f"checkpoint {folder}: model.lora is {there} there, {here} here. Continue with the settings of the checkpoint, "
+        f"checkpoint {folder}: model.lora differs: {differing}. Continue with the settings of the checkpoint, "
         "or start a new run with resume=null."
     )
 

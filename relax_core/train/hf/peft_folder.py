@@ -232,8 +232,8 @@ def export_lora_checkpoint(
     assert provenance.lora is not None, f"{checkpoint} has no adapters"
     named = family_key(provenance.family, also=family) or provenance.family
     check_same_numbers(provenance.model, model_numbers(folder_architecture(base, family=named)), folder=checkpoint)
-    rank, alpha, rslora = (provenance.lora[key] for key in ("rank", "alpha", "rslora"))
-    factors = _checkpoint_factors(checkpoint, scale=lora_scale(rank=rank, alpha=alpha, rslora=rslora))
+    lora = provenance.lora
+    factors = _checkpoint_factors(checkpoint, scale=lora.scale)
     if not adapter:
         _write_merged(base, factors, target, dtype=dtype, shard_bytes=shard_bytes)
         return
@@ -241,7 +241,7 @@ def export_lora_checkpoint(
         kind = getattr(torch, dtype)
         factors = [factor._replace(a=factor.a.to(kind), b=factor.b.to(kind)) for factor in factors]
     names = [name for name, _ in open_safetensors(base)]
-    write_peft(target, factors, alpha=alpha, rslora=rslora, base_model=str(base.absolute()), names=names)
+    write_peft(target, factors, alpha=lora.alpha, rslora=lora.rslora, base_model=str(base.absolute()), names=names)
 
 
 def _checkpoint_factors(checkpoint: Path, *, scale: float) -> list[LoraFactors]:
