@@ -1,5 +1,6 @@
-"""LoRA: settings, factors, and the sum of a weight and its factors, for the forward pass of the trainer and all readers.
+"""LoRA: settings, factors, and the sum of a weight and its factors, for trainer and readers of weights.
 
+The same order of operations on both sides gives the same bits in bfloat16, so that engine and trainer agree.
 """
 
 from __future__ import annotations
