@@ -269,6 +269,11 @@ def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
     return tuple(part for part in MODEL_PARTS if part in frozen)
 
 
+def untrained_parts(config: RelaxConfig) -> tuple[str, ...]:
+    """Returns the parts of the model that have no gradients: `frozen_parts`, or all parts with LoRA."""
+    return MODEL_PARTS if config.model.lora.rank else frozen_parts(config)
+
+
 def freeze_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields the problems of model.freeze and optimizer.tower_lr."""
     asked, parts, name = config.model.freeze, _model_parts(config), config.model.name
@@ -319,11 +324,6 @@ def lora_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"model.moe_aux_loss_coef={model.moe_aux_loss_coef:g} with model.lora.rank={lora.rank}: the routers are "
             "frozen, so the loss would train nothing. Use 0."
-        )
-    if config.placement.gpus_per_node:
-        yield NotYet(
-            f"model.lora.rank={lora.rank} on GPUs is not built yet: the plan does not count its memory. Use "
-            "model.lora.rank=0, or placement=cpu."
         )
 
 

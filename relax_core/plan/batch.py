@@ -10,7 +10,7 @@ from typing import cast
 
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.engine_checks import offline_rows
-from relax_core.config.model_checks import frozen_parts, textless_token_ids
+from relax_core.config.model_checks import textless_token_ids, untrained_parts
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
 from relax_core.data.chat_template import reads_clock, utc_date
@@ -111,7 +111,7 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
     A backward pass has twice as many products as a forward pass. A frozen tower has no backward pass.
     """
     assert work.media is not None and model.patches is not None, "a run with media"
-    frozen, media = set(frozen_parts(config)), work.media
+    frozen, media = set(untrained_parts(config)), work.media
     seen = model.tower_work(patches=media.patches, audio_frames=0) * (1 if {VISION, PROJECTOR} <= frozen else 3)
     heard = model.tower_work(patches=0, audio_frames=media.audio_frames) * (1 if {AUDIO, PROJECTOR} <= frozen else 3)
     rows = work.group_rows - work.prompt_tokens + work.mean_prompt_tokens

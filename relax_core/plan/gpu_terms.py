@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.config.choices import PROJECTOR, VISION, Recompute
-from relax_core.config.model_checks import frozen_parts
+from relax_core.config.choices import LANGUAGE, PROJECTOR, VISION, Recompute
+from relax_core.config.model_checks import untrained_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory_terms import (
     FLOAT,
     adam_bytes,
+    adapted_matrices,
+    adapted_parameters,
     dtype_bytes,
     in_flight,
     mask_bytes,
@@ -33,6 +35,7 @@ _LONG = 8  # bytes of an int64
 _ROTARY_TABLES = 4  # cosines and sines, for queries and for keys
 _MERGER = 3  # a tower's merger keeps its input or the normed input, and both widths, in widths of a patch
 _FEATURE_GRADIENTS = 3  # of all features, with those that a rank uses
+_SUMMANDS = 3  # float32 tensors of a weight with LoRA factors while they are added
 _RULE = 32  # float32 numbers that torch's gated delta rule keeps for each number of its values, in chunks of 64 rows
 
 
@@ -132,26 +135,40 @@ def trainer_phases(
     kept, again, temporary = _layers_bytes(config, model, stage=stage)
     flight = in_flight(parallel, work, stage=stage)
     buffer = rows * model.hidden * size if parallel.sequence_parallel else 0  # gathered rows, made once
+    adapted, layers = adapted_parameters(config, parallel, model) * size, stage_layers(parallel, model, later=stage > 0)
+    merging = _merging_bytes(config, model)
     held = {
         "activations": round(flight * rows * kept) + buffer,
         "attention mask": round(flight * mask_bytes(config, parallel, work)),
         **(_tower_terms(config, model, work, flight=flight) if stage == 0 else {}),
     }
+    if adapted:  # summed again in a recomputed layer
+        held["adapted weights"] = 0 if parallel.recompute is Recompute.full else round(flight * layers * adapted)
     matrix = model.vocabulary * model.hidden // parallel.tp
-    phases = {"forward": {**state, **held, "temporaries": round(rows * temporary)}}
+    phases = {"forward": {**state, **held, "temporaries": round(rows * temporary) + merging}}
     if last:
         phases["head"] = {**state, **held, "logits chunk": head_bytes(config, model, work)}
-    waiting = matrix * size if last and stage == 0 and model.tied_embeddings else 0
+    waits = last and stage == 0 and model.tied_embeddings and LANGUAGE not in untrained_parts(config)
+    waiting = matrix * size if waits else 0
     phases["backward"] = {
         **state,
         **held,
-        "one layer again": round(rows * again),
-        "temporaries": round(rows * temporary) + waiting,
+        "one layer again": round(rows * again) + (adapted if parallel.recompute is Recompute.full else 0),
+        "temporaries": round(rows * temporary) + max(waiting, merging),
     }
     if stage == 0 and parallel.recompute is Recompute.full and (block := _tower_block(config, model, work)):
         phases["towers backward"] = {**state, **held, **block}
     phases["optimizer"] = {**state, "Adam states of a bucket": _bucket_bytes(config, model, stage=stage)}
     return phases
+
+
+def _merging_bytes(config: RelaxConfig, model: ModelDimensions) -> int:
+    """Returns the temporary memory of the sum of the largest weight and its LoRA factors.
+
+    Weight, product and sum are float32 at the same time (relax_core/weights/lora_merge.py).
+    """
+    sizes = [matrix.out * matrix.into for matrix in adapted_matrices(config, model)]
+    return _SUMMANDS * FLOAT * max(sizes, default=0) // config.parallel.tp
 
 
 def _bucket_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) -> int:
@@ -188,8 +205,8 @@ def _layers_bytes(config: RelaxConfig, model: ModelDimensions, *, stage: int) ->
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
     """Returns the memory of the backward pass of the output layer (relax_core/train/model/logprobs.py).
 
-    The logits of a chunk are float32, and a copy of them has the model's dtype. The gradient of the output weight is
-    float32; after the last chunk it is copied to the model's dtype. With tp the gradient of the hidden states is
+    The logits of a chunk are float32, and a copy of them has the model's dtype. The gradient of a trained output weight
+    is float32; after the last chunk it is copied to the model's dtype. With tp the gradient of the hidden states is
     float32.
     """
     size, tp = dtype_bytes(config), config.parallel.tp
@@ -200,7 +217,7 @@ def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload) -> i
     if needs.entropy:  # half of the rows, and a second buffer
         chunk = -(-chunk // 2)
         logits += model.vocabulary * FLOAT
-    weight = model.vocabulary * model.hidden
+    weight = 0 if LANGUAGE in untrained_parts(config) else model.vocabulary * model.hidden
     largest = weight * FLOAT + max(chunk * logits, weight * size if narrow else 0)
     hidden = tokens * model.hidden * (size + (FLOAT if tp > 1 else size))
     return largest // tp + hidden + chunk * model.hidden * (2 * FLOAT + size)
@@ -214,7 +231,7 @@ def _tower_terms(config: RelaxConfig, model: ModelDimensions, work: Workload, *,
     if model.patches is None or work.media is None:
         return {}
     parallel, cost, size = config.parallel, model.patches, dtype_bytes(config)
-    frozen, patches = frozen_parts(config), patches_of_rank(parallel, work)
+    frozen, patches = untrained_parts(config), patches_of_rank(parallel, work)
     mergers = 0 if PROJECTOR in frozen else _MERGER * cost.hidden * cost.features // model.hidden
     blocks = 0
     if VISION not in frozen:
@@ -233,7 +250,7 @@ def _tower_block(config: RelaxConfig, model: ModelDimensions, work: Workload) ->
 
     The gradients of a block are as wide as its MLP and twice its patches.
     """
-    if model.patches is None or work.media is None or VISION in frozen_parts(config):
+    if model.patches is None or work.media is None or VISION in untrained_parts(config):
         return {}
     cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(config.parallel, work)
     features = patches_of_micro_batch(config.parallel, work) // cost.a_row * cost.features

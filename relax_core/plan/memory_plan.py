@@ -10,7 +10,6 @@ from typing import Any, cast
 from relax_core.config.choices import ModeName, Recompute, StatesPlace
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
-from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
@@ -30,6 +29,8 @@ from relax_core.plan.memory_terms import (
     encode_worker_bytes,
     engine_bytes,
     engine_media_terms,
+    exchanges_reference,
+    factor_parameters,
     forward_terms,
     head_bytes,
     mask_making_bytes,
@@ -38,12 +39,13 @@ from relax_core.plan.memory_terms import (
     stages_of,
     state_terms,
     states_leave_gpu,
+    without_lora,
 )
 from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
 from relax_core.plan.placement import ROLLOUT
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
-from relax_core.roles.process_placement import actor_columns, worker_group_layouts
+from relax_core.roles.process_placement import sends_factors, worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
@@ -225,7 +227,9 @@ def cpu_holders(
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=2))  # the bus's controller and storage
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
     if requirements.critic:
-        holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
+        holders.append(
+            _trainer("critic", without_lora(config), critic_parallel(config.parallel), model, work, publishes=False)
+        )
     for role, layout in worker_group_layouts(config).items():
         if role != "actor":
             parallel = forward_parallel(config.parallel, layout)
@@ -300,9 +304,10 @@ def _trainer_phases(
     later: bool,
 ) -> tuple[Phase, ...]:
     published = model.parameters * dtype_bytes(config)
+    sent = factor_parameters(config, parallel, model) * dtype_bytes(config) if sends_factors(config) else published
     imports = _imports(TRAINER, model, vision=TRAINER_VISION)
     state = {"imports": imports, **state_terms(config, parallel, model, later=later)}
-    if publishes and c.REFERENCE_LOGPROBS in actor_columns(config):
+    if publishes and exchanges_reference(config):
         state["reference's weights"] = share_of(parallel, model, later=later).parameters * dtype_bytes(config)
     activations = activation_terms(config, parallel, model, work, later=later)
     forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
@@ -316,7 +321,7 @@ def _trainer_phases(
         Phase(name="checkpoint", terms=state | kept | {"copy of a checkpoint": _copy_bytes(parallel, state)}),
     ]
     if publishes:
-        phases.append(Phase(name="sync", terms=state | kept | {"published weights": published}))
+        phases.append(Phase(name="sync", terms=state | kept | {"published weights": sent}))
     return tuple(phases)
 
 
@@ -429,7 +434,8 @@ def gpu_holders(
     holders = []
     for role, count in gpus.items():
         if role in ("actor", "critic"):
-            holders.append(_gpu_trainer(role, config, model, work, count=count, limit=limit))
+            own = config if role == "actor" else without_lora(config)
+            holders.append(_gpu_trainer(role, own, model, work, count=count, limit=limit))
         elif role == ROLLOUT:
             holders.append(_gpu_engine(config, model, work, count=count, limit=limit))
         elif role == JUDGE_ENGINE:
@@ -485,7 +491,7 @@ def host_state_bytes(config: RelaxConfig, gpus: Mapping[str, int], model: ModelD
     """
     colocate = config.mode.name is ModeName.colocate
     offloads = colocate or states_leave_gpu(config)
-    references = int(c.REFERENCE_LOGPROBS in actor_columns(config))
+    references = int(exchanges_reference(config))
     if not config.placement.gpus_per_node or not (offloads or references):
         return 0
     ranks = gpus["actor"] + (gpus.get("critic", 0) if offloads and not colocate else 0)

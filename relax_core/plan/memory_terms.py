@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute, StatesPlace
 from relax_core.config.engine_checks import engine_count
-from relax_core.config.model_checks import family_of_run, frozen_parts
+from relax_core.config.model_checks import family_of_run, frozen_parts, untrained_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.kept_tokens import set_bytes
 from relax_core.data.generated import MEDIA_FILES
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
+from relax_core.roles.process_placement import actor_columns, sends_factors
 from relax_core.rollout.item_cache import CACHE_BYTES
 from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.train.micro_batches import MASKLESS_SAVES_PAIRS
@@ -199,9 +201,12 @@ class RankParameters:
 
 
 def trained_share(
-    layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False
+    config: RelaxConfig, layout: Layout, model: ModelDimensions, *, later: bool = False
 ) -> RankParameters:
-    """Returns the parameters of `share_of` that are not frozen; these have gradients."""
+    """Returns the parameters of a rank with gradients: LoRA factors, or those of `share_of` that are not frozen."""
+    if config.model.lora.rank:
+        return RankParameters(dense=factor_parameters(config, layout, model, later=later), experts=0, whole=0)
+    frozen = frozen_parts(config)
     share = share_of(layout, model, later=later)
     towers: Mapping[str, int] = {} if later else model.towers
     projectors = {"vision": model.projector, "audio": model.audio_projector}
@@ -214,6 +219,55 @@ def trained_share(
         experts=0 if LANGUAGE in frozen else share.experts,
         whole=whole,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedMatrix:
+    """Holds the size of a linear layer with LoRA factors, and the number of layers of the model that have it.
+
+    Tensor parallelism divides ``out`` if ``columns`` is True, else ``into``.
+    """
+
+    layers: int
+    out: int
+    into: int
+    columns: bool
+
+
+def adapted_matrices(config: RelaxConfig, model: ModelDimensions) -> list[AdaptedMatrix]:
+    """Returns the linear layers with LoRA factors; empty without LoRA."""
+    if not config.model.lora.rank:
+        return []
+    wide = model.feed_forward if model.experts is None else model.experts.shared_width
+    queries = model.query * (2 if model.output_gate else 1)
+    attention, every, hidden = model.full_attention_layers, model.layers, model.hidden
+    sizes = {
+        "q_proj": AdaptedMatrix(layers=attention, out=queries, into=hidden, columns=True),
+        "k_proj": AdaptedMatrix(layers=attention, out=model.key, into=hidden, columns=True),
+        "v_proj": AdaptedMatrix(layers=attention, out=model.key, into=hidden, columns=True),
+        "o_proj": AdaptedMatrix(layers=attention, out=hidden, into=model.query, columns=False),
+        "gate_proj": AdaptedMatrix(layers=every, out=wide, into=hidden, columns=True),
+        "up_proj": AdaptedMatrix(layers=every, out=wide, into=hidden, columns=True),
+        "down_proj": AdaptedMatrix(layers=every, out=hidden, into=wide, columns=False),
+    }
+    return [size for name, size in sizes.items() if name in config.model.lora.targets and size.out and size.into]
+
+
+def factor_parameters(config: RelaxConfig, layout: Layout, model: ModelDimensions, *, later: bool = False) -> int:
+    """Returns the number of a rank's LoRA factors; tensor parallelism divides one factor of each layer."""
+    numbers = 0
+    for matrix in adapted_matrices(config, model):
+        out, into = (layout.tp, 1) if matrix.columns else (1, layout.tp)
+        numbers += matrix.layers * (matrix.out // out + matrix.into // into)
+    return numbers * config.model.lora.rank * stage_layers(layout, model, later=later) // model.layers
+
+
+def adapted_parameters(config: RelaxConfig, layout: Layout, model: ModelDimensions) -> int:
+    """Returns the numbers of a rank's adapted weights in a layer with attention.
+
+    An adapted weight is the sum of a weight and its factors. The backward pass needs it.
+    """
+    return sum(matrix.out * matrix.into for matrix in adapted_matrices(config, model)) // layout.tp
 
 
 def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False) -> int:
@@ -258,12 +312,18 @@ def state_terms(
 
     On a GPU it is the GPU's memory, which has no Adam states with optimizer.states=host.
     """
-    trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
+    trained = trained_share(config, parallel, model, later=later)
+    factors = factor_parameters(config, parallel, model, later=later)
     return {
-        "weights": share_of(parallel, model, later=later).parameters * dtype_bytes(config),
+        "weights": (share_of(parallel, model, later=later).parameters + factors) * dtype_bytes(config),
         "gradients": trained.parameters * FLOAT,
         "Adam states": 0 if states_leave_gpu(config) else adam_bytes(config, parallel, model, later=later),
     }
+
+
+def exchanges_reference(config: RelaxConfig) -> bool:
+    """Returns whether the actor's ranks keep the reference's weights, to compute its log-probs."""
+    return c.REFERENCE_LOGPROBS in actor_columns(config) and not config.model.lora.rank
 
 
 def states_leave_gpu(config: RelaxConfig) -> bool:
@@ -273,7 +333,7 @@ def states_leave_gpu(config: RelaxConfig) -> bool:
 
 def adam_bytes(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False) -> int:
     """Returns the bytes of master weights and moments of the rank of `state_terms`, on the GPU or on the host."""
-    trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
+    trained = trained_share(config, parallel, model, later=later)
     copies = expert_copies = 1
     if parallel.distributed_optimizer:
         copies = parallel.dp * parallel.cp
@@ -297,6 +357,8 @@ def activation_terms(
     else:
         activations = round(flight * layers * a_layer)
     terms = {"activations": activations, "attention mask": round(flight * mask_bytes(config, parallel, work))}
+    if adapted := adapted_parameters(config, parallel, model) * size:
+        terms["adapted weights"] = adapted if parallel.recompute is Recompute.full else round(flight * layers * adapted)
     return terms if later else terms | _tower_terms(config, parallel, model, work, flight=flight)
 
 
@@ -307,7 +369,7 @@ def _tower_terms(
     if model.patches is None or work.media is None:
         return {}
     cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(parallel, work)
-    kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=frozen_parts(config))
+    kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=untrained_parts(config))
     features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
     return {
         "tower activations": round(flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
@@ -468,12 +530,15 @@ def find_transfers(
 ) -> Transfers:
     """Returns the bytes that a run sends and stores.
 
-    A checkpoint has the model's weights and the Adam states of the trained weights. A critic doubles the size.
+    A checkpoint has the model's weights, with LoRA only the factors, and the Adam states of the trained weights. The
+    weights and states of a critic are also in it.
     """
-    sync = model.parameters * dtype_bytes(config)
-    trained = 2 if requirements.critic else 1
-    learnt = trained_share(one_rank(config.parallel), model, frozen=frozen_parts(config)).parameters
-    checkpoint = trained * (model.parameters * dtype_bytes(config) + learnt * optimizer_bytes_a_parameter(config))
+    base = model.parameters * dtype_bytes(config)
+    sync = factor_parameters(config, one_rank(config.parallel), model) * dtype_bytes(config)
+    sync, once = (sync, base) if sends_factors(config) else (base, 0)
+    checkpoint = _checkpoint_bytes(config, model)
+    if requirements.critic:
+        checkpoint += _checkpoint_bytes(without_lora(config), model)
     choice = choose_transport(config)
     rollout, kept = config.rollout, 0
     if rollout.truncates:
@@ -484,13 +549,24 @@ def find_transfers(
         transport_reason=choice.reason,
         sync_bytes=sync,
         receivers=engine_count(config) + (requirements.old_logprobs == "actor_fwd"),
-        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next version is written before the oldest is removed
+        published_bytes=once + (VERSIONS_KEPT + 1) * sync,  # the next version is written before the oldest is removed
         checkpoint_bytes=checkpoint,
         checkpoints_kept=config.run.keep_last,
         kept_set_bytes=kept,
         kept_step_bytes=kept * work.groups * work.group_size * work.new_tokens,
         passed_bytes=_copied_bytes(config),
     )
+
+
+def _checkpoint_bytes(config: RelaxConfig, model: ModelDimensions) -> int:
+    learnt = trained_share(config, one_rank(config.parallel), model).parameters
+    saved = learnt if config.model.lora.rank else model.parameters
+    return saved * dtype_bytes(config) + learnt * optimizer_bytes_a_parameter(config)
+
+
+def without_lora(config: RelaxConfig) -> RelaxConfig:
+    """Returns the configuration of a critic, which trains all its weights."""
+    return replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=0)))
 
 
 def _copied_bytes(config: RelaxConfig) -> int:

@@ -24,6 +24,7 @@ from relax_core.plan.memory_terms import (
     adam_bytes,
     dtype_bytes,
     engine_bytes,
+    exchanges_reference,
     state_terms,
     states_leave_gpu,
 )
@@ -419,7 +420,7 @@ def estimate_step(
             sharded_optimizer=config.parallel.distributed_optimizer,
             host_states=adam_bytes(config, config.parallel, model) if trained and states_leave_gpu(config) else 0,
         )
-        exchanges = 2 if role == "reference" and role in of_actor else 0
+        exchanges = 2 if role == "reference" and exchanges_reference(config) else 0
         bytes_moved = 2 * exchanges * rank_parameters(model, layout) * dtype_bytes(config)  # to the host and back
         exchange = bytes_moved / (gpu.host * EFFICIENCY.link)
         phases.append(_pass_phase(TRAIN_PHASE if trained else role, seconds, exchange=exchange, tokens=tokens))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.choices import ForwardRanks, ModeName
+from relax_core.config.choices import ForwardRanks, ModeName, WeightTransportName
 from relax_core.config.engine_checks import engine_count, offline_rows
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.contracts import columns as c
@@ -17,6 +17,7 @@ from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE, RunConte
 from relax_core.rollout.group_advantages import computes_advantages_per_group
 from relax_core.rollout.judges.judge_choice import judge_engines, judge_plan
 from relax_core.train.parallel_layout import FORWARD_ROLES, Layout, equal_ranks, world_size
+from relax_core.weights.transport_choice import choose_transport
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -66,6 +67,16 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
 def shares_gpus(config: RelaxConfig) -> bool:
     """Returns whether trainer and engines alternate on the same GPUs."""
     return config.mode.name is ModeName.colocate and engines_take_gpus(config)
+
+
+def sends_factors(config: RelaxConfig) -> bool:
+    """Returns whether a weight version has only LoRA factors, and engines read the base model once.
+
+    Engines that release the memory of their weights, external engines and collective transports need whole tensors.
+    """
+    if not config.model.lora.rank or shares_gpus(config) or config.engine.urls:
+        return False
+    return choose_transport(config).name in (WeightTransportName.shared_memory, WeightTransportName.disk)
 
 
 def judges_take_gpus(config: RelaxConfig) -> bool:

@@ -51,7 +51,7 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.discovery import discover_bus, discover_worker
 from relax_core.roles.engine_directory import EngineDirectory
 from relax_core.roles.gpu_turns import LOCK_FILE, GpuTurn
-from relax_core.roles.process_placement import actor_columns, node_address, shares_gpus
+from relax_core.roles.process_placement import actor_columns, node_address, sends_factors, shares_gpus
 from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.held_out import open_held_out
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
@@ -122,7 +122,6 @@ class PolicyTrainer(Worker):
         reads_share = config.parallel.dp > 1 and not self._computed
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if reads_share else None
         self._group_tokens = 0
-        self._sends_factors = False
         self._clock = StepClock()
         self._sync = self._build_sync() if engine_count(config) else None
         self._turns = self._build_turns()
@@ -183,8 +182,7 @@ class PolicyTrainer(Worker):
         frozen: Collection[str] = ()
         if not shares_gpus(config):
             frozen = frozen_weights(self._architecture(), frozen_parts(config))
-            self._sends_factors = config.model.lora.rank > 0 and transport.by_file and not config.engine.urls
-            if self._sends_factors:
+            if sends_factors(config):
                 frozen = [weight.name for weight in stored_weights(self._architecture())]
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
@@ -326,7 +324,7 @@ class PolicyTrainer(Worker):
         on_disk = self.context.weights_folder.is_relative_to(self.context.run_dir)
         outage, waits = Outage(f"writes weights {version}", report=self._report_wait), on_disk or not first
         sync = self._sync
-        if not self._sends_factors:
+        if not sends_factors(self._config):
             self._write_weights(partial(sync.publish, version), outage, waits=waits)
             return
         self._write_exports(
