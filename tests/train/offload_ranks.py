@@ -19,11 +19,13 @@ from relax_core.train import host_states, process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.optimizer import optimizer_tensors
 from relax_core.train.policy_backend import MegatronBackend
+from relax_core.weights.lora_merge import Lora
 from tests.train.rank_server import run_alone_and_on_two_ranks
 from tests.train.tiny_models import make_model
 
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {"distributed_optimizer": True, "overlap": True}
+LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "gate_proj", "down_proj"), rslora=False)
 ON_ONE: dict[str, dict[str, Any]] = {
     "float32": {},
     "float32 sharded": {"parallel": SHARDED},
@@ -32,6 +34,7 @@ ON_ONE: dict[str, dict[str, Any]] = {
     "bfloat16 untied sharded": {"dtype": "bfloat16", "parallel": SHARDED, "model": "untied"},
     "bfloat16 overlap": {"dtype": "bfloat16", "parallel": OVERLAP},
     "bfloat16 moe": {"dtype": "bfloat16", "model": "moe"},
+    "bfloat16 lora": {"dtype": "bfloat16", "lora": LORA},
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "bfloat16 dp2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2} | SHARDED},
@@ -39,6 +42,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "float32 tp2": {"parallel": {"tp": 2}},
     "float32 pp2 tied": {"parallel": {"pp": 2}},  # the last stage has a copy of the embedding
     "bfloat16 moe ep2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2, "ep": 2} | SHARDED, "model": "moe"},
+    "bfloat16 lora dp2 sharded": {"dtype": "bfloat16", "parallel": {"dp": 2} | SHARDED, "lora": LORA},
 }
 STEPS = 4
 BUCKET_ELEMENTS = 5000  # so that an update has several buckets, some of one parameter
@@ -54,7 +58,8 @@ def make_models(folder: Path) -> None:
 def storages(backend: MegatronBackend) -> dict[int, Any]:
     """Returns the storages that the state consists of, found through the attributes of the models and optimizers."""
     tensors = [parameter.data for model in backend.models for parameter in model.parameters()]
-    tensors += [parameter.main_grad for model in backend.models for parameter in model.parameters()]
+    trained = [parameter for model in backend.models for parameter in model.parameters() if parameter.requires_grad]
+    tensors += [parameter.main_grad for parameter in trained]
     for wrapped in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer]):
         if not getattr(wrapped, "is_stub_optimizer", False):
             tensors += [value for state in wrapped.optimizer.state.values() for value in state.values()]
@@ -89,6 +94,7 @@ def train(
             dtype=case.get("dtype", "float32"),
             parallel=parallel,
             optimizer={"states": states},
+            lora=case.get("lora"),
             **ranks,
         )
         return backend

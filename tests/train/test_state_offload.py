@@ -1,4 +1,4 @@
-"""Tests that training continues bit by bit after an offload and after log-probs of the reference, in twelve layouts.
+"""Tests that training continues bit by bit after an offload and after log-probs of the reference, in twelve layouts and with LoRA.
 
 Also with master weights and moments that are always on the host between updates (optimizer.states=host).
 """
@@ -17,10 +17,11 @@ from tests.train.rank_server import run_programme
 
 ON_ONE = [
     *("float32", "float32 sharded", "float32 overlap", "bfloat16", "bfloat16 untied sharded", "bfloat16 overlap"),
-    "bfloat16 moe",
+    *("bfloat16 moe", "bfloat16 lora"),
 ]
 ON_TWO = [
     *("bfloat16 dp2 sharded", "float32 dp2 overlap", "float32 tp2", "float32 pp2 tied", "bfloat16 moe ep2 sharded"),
+    "bfloat16 lora dp2 sharded",
 ]
 
 
@@ -50,7 +51,8 @@ def test_the_device_keeps_nothing_of_the_state(folder: Path, name: str) -> None:
     for _, offloaded, _ in trained(folder, name):
         memory = offloaded["offloaded"]
         assert memory["left"] == 0
-        assert memory["freed"] == memory["bytes"] > memory["without weights"] > memory["bytes"] / 2
+        assert memory["freed"] == memory["bytes"] > memory["without weights"]
+        assert "lora" in name or memory["without weights"] > memory["bytes"] / 2
 
 
 @pytest.mark.parametrize("name", [*ON_ONE, *ON_TWO])
