@@ -306,12 +306,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 def lora_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields the problems of model.lora."""
     lora, model = config.model.lora, config.model
-    if lora.rank < 0:
-        yield f"model.lora.rank={lora.rank}: must be at least 0. Use 0 to train the model itself, 32 is usual."
     if lora.rank <= 0:
         return
-    if not lora.alpha > 0:
-        yield f"model.lora.alpha={lora.alpha:g}: must be above 0. 32 is usual."
     if not lora.targets:
         yield f"model.lora.targets=[]: nothing would train. Use some of {', '.join(LORA_TARGETS)}."
     for target in lora.targets:

@@ -67,7 +67,7 @@ name < run_name experiment_name trainer.experiment_name project_name
 placement.gpus_per_node < n_gpus num_gpus gpus n_gpus_per_node trainer.n_gpus_per_node | choose placement=gpu
 mode=colocate < colocate_all_models colocate
 engine.count < vllm_num_engines num_engines rollout_num_engines
-algo < stage train_type rl_algorithm | every run is reinforcement learning: relax list
+algo < stage train_type rl_algorithm | such as sft, dpo and grpo: relax list
 - < template chat_template | The chat template is that of the tokenizer in model.path
 - < data.split dataset_split | A split is a file: name it in data.path, or data.eval_path
 - < max_samples max_train_samples train_max_samples | All rows of data.path are used, for run.steps or run.epochs;
@@ -118,8 +118,12 @@ model optimizer algo rollout engine parallel < @ | choose the group by topic
 run eval placement tracker < trainer | choose the group by topic; Megatron trains every run, in the layout parallel.*
 parallel.dp parallel.distributed_optimizer < fsdp fsdp_config fsdp_size strategy deepspeed zero_stage ddp | every run
   trains with Megatron; parallel=dp2_sharded shards the optimizer
-- < lora lora_rank lora_alpha lora_r finetuning_type use_peft use_lora peft peft_config load_in_4bit | Relax has no
-  adapters and no quantized training: all weights train but for the parts of model.freeze
+model.lora.rank < lora lora_rank lora_r finetuning_type use_peft use_lora peft peft_config | above 0 it trains LoRA
+  factors
+model.lora.alpha < lora_alpha
+model.lora.targets < target_modules lora_target lora_target_modules
+model.lora.rslora < use_rslora
+- < load_in_4bit load_in_8bit | Relax has no quantized training; model.lora.rank=32 needs little memory, too
 data.prompt_key < prompt_field input_key prompt_column question_key
 data.answer_key < label_key answer_field ground_truth_key solution_key
 rollout.stop < stop_strings stop_words stop_sequences

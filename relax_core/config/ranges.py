@@ -59,6 +59,8 @@ RANGES: dict[str, Range] = {
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.micro_batch_patches": _COUNT,
     "model.moe_aux_loss_coef": Range(0, why="0: no balancing loss"),
+    "model.lora.rank": Range(0, why="0: no LoRA; 32 is usual"),
+    "model.lora.alpha": Range(0, above=True, why="32 is usual"),
     "modality.video_fps": _POSITIVE,
     "modality.frame_tokens": _COUNT,
     "modality.workers": _COUNT,

@@ -14,12 +14,14 @@ from relax_core.config.model_checks import textless_token_ids, untrained_parts
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
 from relax_core.data.chat_template import reads_clock, utc_date
-from relax_core.plan.memory_terms import MIB, patches_of_micro_batch
+from relax_core.plan.memory_terms import MIB, factor_parameters, patches_of_micro_batch
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_limits import MEMORY_GIB, PROCESSES
 from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
+from relax_core.train.parallel_layout import one_rank
+from relax_core.weights.lora_merge import lora_scale
 
 
 def plural(count: int, noun: str) -> str:
@@ -50,6 +52,19 @@ def batch_notes(config: RelaxConfig, work: Workload) -> list[str]:
             f"episodes. Use parallel.dp={work.busy_ranks}."
         )
     return words
+
+
+def lora_notes(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
+    """Yields a sentence about the trained LoRA factors."""
+    lora = config.model.lora
+    if lora.rank:
+        factors = factor_parameters(config, one_rank(config.parallel), model)
+        scale = lora_scale(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
+        yield (
+            f"LoRA trains {factors:,} numbers, {factors / model.parameters:.2%} of the model; the product of the "
+            f"factors is multiplied by {scale:g}. A learning rate 10 times as high as for the whole model is usual: "
+            f"optimizer.lr={config.optimizer.lr:g}."
+        )
 
 
 def _micro_batch_notes(config: RelaxConfig, work: Workload) -> Iterator[str]:

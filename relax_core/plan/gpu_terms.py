@@ -146,6 +146,9 @@ def trainer_phases(
         held["adapted weights"] = 0 if parallel.recompute is Recompute.full else round(flight * layers * adapted)
     matrix = model.vocabulary * model.hidden // parallel.tp
     phases = {"forward": {**state, **held, "temporaries": round(rows * temporary) + merging}}
+    if stage == 0 and not held.get("tower activations") and model.patches is not None and work.media is not None:
+        block = patches_of_rank(parallel, work) * model.patches.block * size
+        phases["towers"] = {**state, "features": held["features"], "one tower block": block}
     if last:
         phases["head"] = {**state, **held, "logits chunk": head_bytes(config, model, work)}
     waits = last and stage == 0 and model.tied_embeddings and LANGUAGE not in untrained_parts(config)
@@ -240,7 +243,7 @@ def _tower_terms(config: RelaxConfig, model: ModelDimensions, work: Workload, *,
     kept = blocks + mergers
     features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
     return {
-        "tower activations": round(flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
+        "tower activations": round(flight * patches) * kept * size,
         "features": round(flight * features) * size,
     }
 

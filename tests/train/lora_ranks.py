@@ -81,8 +81,8 @@ def write_gradients(backend: MegatronBackend, folder: Path) -> None:
     accumulate(backend)
     weights = HfWeights(backend.models, backend.architecture, adapters=backend._adapters, tensor_of=gradient)
     found: dict[str, Any] = {
-        "factors": [(name, a.clone(), b.clone()) for name, a, b, _ in weights.export_factors()],
-        "values": [(name, a.clone(), b.clone()) for name, a, b, _ in backend.export_factors()],
+        "factors": [(name, a.cpu().clone(), b.cpu().clone()) for name, a, b, _ in weights.export_factors()],
+        "values": [(name, a.cpu().clone(), b.cpu().clone()) for name, a, b, _ in backend.export_factors()],
     }
     merged = {name: tensor.clone() for name, tensor in backend.export()}
     process_group.leave()
@@ -90,7 +90,7 @@ def write_gradients(backend: MegatronBackend, folder: Path) -> None:
     full.load_weights(merged.items())
     accumulate(full)
     weights = HfWeights(full.models, full.architecture, tensor_of=gradient)
-    found["weights"] = {name: tensor.clone() for name, tensor in weights.export()}
+    found["weights"] = {name: tensor.cpu().clone() for name, tensor in weights.export()}
     torch.save(found, folder / "gradients.pt")
 
 

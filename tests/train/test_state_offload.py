@@ -1,4 +1,4 @@
-"""Tests that training continues bit by bit after an offload and after log-probs of the reference, in twelve layouts and with LoRA.
+"""Tests that training continues bit by bit after an offload and after log-probs of the reference, also with LoRA.
 
 Also with master weights and moments that are always on the host between updates (optimizer.states=host).
 """
