@@ -147,8 +147,8 @@ def trainer_phases(
     matrix = model.vocabulary * model.hidden // parallel.tp
     phases = {"forward": {**state, **held, "temporaries": round(rows * temporary) + merging}}
     if stage == 0 and not held.get("tower activations") and model.patches is not None and work.media is not None:
-        block = patches_of_rank(parallel, work) * model.patches.block * size
-        phases["towers"] = {**state, "features": held["features"], "one tower block": block}
+        of_block = patches_of_rank(parallel, work) * model.patches.block * size
+        phases["towers"] = {**state, "features": held["features"], "one tower block": of_block}
     if last:
         phases["head"] = {**state, **held, "logits chunk": head_bytes(config, model, work)}
     waits = last and stage == 0 and model.tied_embeddings and LANGUAGE not in untrained_parts(config)

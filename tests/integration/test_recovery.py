@@ -56,7 +56,8 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
     held = TrainingGate(tmp_path, updates=12)
     role = "algo.normalize_std=batch"
     saved = (*OVERRIDES, "run.save_every=4", "run.steps=50")
-    overrides = (*saved, "run.heartbeat_timeout_s=10", role, *held.overrides)
+    lora = ("model.lora.rank=8", "optimizer.lr=8e-3")  # recovered trainers and engines also need the base model
+    overrides = (*saved, "run.heartbeat_timeout_s=10", role, *lora, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_checkpoint(4)
         live.kill(ACTOR)
@@ -69,6 +70,7 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
         held.let_go()
         run = live.finish()
     actor, advantages, engine = assert_whole(run, steps=50)
+    assert run.summary["logprob_gap"]["max"] <= 1e-4  # trainer and engines have the same sums of base and factors
     assert (actor["tier"], actor["cause"]) == (2, "actor-0 died")
     assert actor["from_step"] >= 4
     assert advantages["tier"] == engine["tier"] == 1
