@@ -45,7 +45,7 @@ from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
 from relax_core.plan.placement import ROLLOUT
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
-from relax_core.roles.process_placement import sends_factors, worker_group_layouts
+from relax_core.roles.process_placement import sends_factors, shares_gpus, worker_group_layouts
 from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.agent_command import agent_command_of, max_concurrent_agents
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
@@ -429,7 +429,7 @@ def gpu_holders(
     If all roles share all GPUs, there is only one holder.
     """
     limit = round(gpu_memory_gib(config.placement) * GIB)
-    if config.mode.name is ModeName.colocate:
+    if shares_gpus(config):
         return [_shared(config, gpus, model, work, limit=limit)]
     holders = []
     for role, count in gpus.items():
@@ -489,7 +489,7 @@ def host_state_bytes(config: RelaxConfig, gpus: Mapping[str, int], model: ModelD
     These are Adam states with optimizer.states=host, weights and Adam states between the turns of mode=colocate, and
     the reference's weights with placement.forward=actor. ``gpus`` maps each role to its number of GPUs.
     """
-    colocate = config.mode.name is ModeName.colocate
+    colocate = shares_gpus(config)
     offloads = colocate or states_leave_gpu(config)
     references = int(exchanges_reference(config))
     if not config.placement.gpus_per_node or not (offloads or references):

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.config.choices import LauncherKind, ModeName
+from relax_core.config.choices import LauncherKind
 from relax_core.config.saved_config import to_yaml_with_secrets
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.child_process import import_path, module_command
@@ -30,7 +30,7 @@ from relax_core.plan.memory_terms import GIB, stage_layers
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.rehearsal_child import Job, Reply, Request
 from relax_core.plan.workload import Workload
-from relax_core.roles.process_placement import roles_of
+from relax_core.roles.process_placement import roles_of, shares_gpus
 from relax_core.train.device import VARIABLE
 from relax_core.train.rehearsal.counts import ONCE, REDUCE, Counts, Section, extrapolated
 
@@ -149,7 +149,7 @@ def rehearse(config: RelaxConfig, plan: Plan) -> Rehearsal:
                 planned=max(sum(terms.values()) for terms in phases.values()),
             )
         )
-    colocated = config.mode.name is ModeName.colocate
+    colocated = shares_gpus(config)
     return Rehearsal(
         name=plan.name,
         ranks=ranks,

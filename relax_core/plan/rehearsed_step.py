@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_core.config.engine_checks import offline_rows
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.media import Media, MediaItem
@@ -140,8 +141,11 @@ def largest_micro_batch(config: RelaxConfig, work: Workload, media: PlannedMedia
     left, trees = work.micro_batch_rows, list[TokenTree]()
     while left > 1:
         prompt = min(work.prompt_tokens, max(1, left - branch))
-        episodes = max(1, min(work.group_size, (left - prompt) // branch))
-        lengths = [min(branch, left - prompt) + 1] * episodes
+        if offline_rows(config) is None:
+            episodes = max(1, min(work.group_size, (left - prompt) // branch))
+            lengths = [min(branch, left - prompt) + 1] * episodes
+        else:  # a pair is never split
+            lengths = [min(branch, (left - prompt) // work.group_size) + 1] * work.group_size
         left -= prompt + sum(length - 1 for length in lengths)
         tree = answers_tree(config, f"group-{len(trees)}", prompt=prompt, lengths=lengths)
         trees.append(replace(tree, media=_placed(items, prompt)))

@@ -380,9 +380,11 @@ _NOT_ESTIMATED = ("critic", "teacher", "teacher_engine", "judge_engine")  # role
 def estimate_step(
     config: RelaxConfig, model: ModelDimensions, work: Workload, roles: Mapping[str, int]
 ) -> StepTime | None:
-    """Returns the estimate for a run on GPUs of a known model, with engines on GPUs; None for other runs."""
+    """Returns the estimate for a run on GPUs of a known model, with engines on GPUs or without engines; else None."""
     placement = config.placement
-    if placement.gpu is None or not placement.gpus_per_node or not engines_take_gpus(config):
+    if placement.gpu is None or not placement.gpus_per_node:
+        return None
+    if engine_count(config) and not engines_take_gpus(config):
         return None
     gpu, node = GPU_MODELS[placement.gpu], placement.gpus_per_node
     samples = work.groups * work.group_size
@@ -511,9 +513,12 @@ def _state(config: RelaxConfig, model: ModelDimensions, gpu: GpuModel) -> PhaseT
 def time_lines(time: StepTime) -> list[str]:
     """Returns the estimate as lines of the plan."""
     rate = time.tokens / time.seconds
-    how = "phases alternate" if time.alternates else "rollout and trainer run at the same time"
+    how, kind = "", "trained"
+    if any(phase.name == ROLLOUT_PHASE for phase in time.phases):
+        kind = "sampled"
+        how = " (phases alternate)" if time.alternates else " (rollout and trainer run at the same time)"
     lines = [
-        f"{time.gpu}, estimated: {time.seconds:.1f} s a step ({how}), {rate:,.0f} sampled tokens/s, "
+        f"{time.gpu}, estimated: {time.seconds:.1f} s a step{how}, {rate:,.0f} {kind} tokens/s, "
         f"{rate / time.gpus:,.0f} for each of {time.gpus} GPUs"
     ]
     for phase in time.phases:

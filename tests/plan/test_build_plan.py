@@ -27,6 +27,8 @@ PRESETS = {
     "qwen3_4b_48gb_1gpu": 1,
     "qwen3_4b_80gb_1gpu": 1,
     "qwen3_vl_4b_80gb_1gpu": 1,
+    "qwen3_4b_sft_80gb_1gpu": 1,
+    "qwen3_4b_dpo_80gb_1gpu": 1,
     "qwen3_4b_lora_24gb_1gpu": 1,
     "qwen3_4b_lora_80gb_1gpu": 1,
     "qwen3_vl_4b_lora_24gb_1gpu": 1,
