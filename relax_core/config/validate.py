@@ -357,6 +357,12 @@ def _check_offline(config: RelaxConfig) -> Iterator[str]:
         yield f"data.overlong={config.data.overlong.value} with {what}: a row is never cut. Use drop."
     if config.run.keep_best is not None:
         yield NotYet(f"run.keep_best={config.run.keep_best} with {what} is not built yet. Drop it.")
+    needs = find_algorithm(config.algo.name).requirements(config.algo)
+    if needs.old_logprobs == "actor_fwd" and config.placement.forward is ForwardRanks.separate:
+        yield (
+            f"placement.forward=separate with {what}: its log-probs are of the weights at the start of each step, "
+            "which other processes do not have. Use placement.forward=actor."
+        )
     if config.engine.urls:
         yield f"engine.urls with {what}. Drop engine.urls."
     if config.engine.autoscaler.enabled:

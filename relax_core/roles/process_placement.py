@@ -220,13 +220,13 @@ def forward_columns(config: RelaxConfig) -> dict[str, str]:
 def actor_columns(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the columns that the actor's ranks compute before a train step (``placement.forward=actor``).
 
-    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them. An
-    algorithm on data rows has constant advantages.
+    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them. The
+    advantages of an algorithm on data rows are constant unless they need a whole train step.
     """
     logprobs = tuple(forward_columns(config).values())
     if config.placement.forward is ForwardRanks.separate or not logprobs:
         return ()
-    if offline_rows(config) is not None:
+    if offline_rows(config) is not None and computes_advantages_per_group(config):
         return logprobs
     critic = find_algorithm(config.algo.name).requirements(config.algo).critic
     return (*logprobs, c.ADVANTAGES, *([c.RETURNS] if critic else []))
