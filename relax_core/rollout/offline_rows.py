@@ -156,7 +156,7 @@ class OfflineRows:
                 continue
             answer = partner[MESSAGES][len(partner["prompt"])]
             try:
-                turns = self._turns({**row, MESSAGES: [*prompt, answer]}, where=where, items=items)
+                (turns,) = self._turns({**row, MESSAGES: [*prompt, answer]}, where=where, items=items)
             except BadRow:  # too long after this prompt, for example
                 continue
             if turns[0].answer_ids != own[0].answer_ids:

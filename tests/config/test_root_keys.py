@@ -62,8 +62,8 @@ def test_the_number_of_keys_only_falls() -> None:
         f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)
     }
     # the last two: placement.forward (which GPUs the reference uses), optimizer.states (larger models on a GPU)
-    # six settings of sft and dpo: the losses of the literature differ in them
-    assert len(core) <= 182 and len(own) <= 109
+    # eight settings of sft, dpo and kto: the losses of the literature differ in them
+    assert len(core) <= 182 and len(own) <= 111
 
 
 @pytest.mark.parametrize("key", REMOVED)
