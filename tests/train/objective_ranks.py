@@ -46,7 +46,8 @@ OPTIMIZER = {"lr": 0.3, "eps": 1.0, "clip_grad": 1000.0}
 def groups_of(objective: str) -> list[TokenTree]:
     """Makes five groups of one sample (sft) or two samples (dpo, kto). Some tokens are masked.
 
-    The last token of a sample is trained. The second sample of kto has no trained tokens.
+    The last token of a sample is trained. The second sample of kto has no trained tokens; its tokens are frequent in
+    desirable responses, so its log-probs rise and the KL estimate is above 0.
     """
     random = np.random.default_rng(5)
     groups = []
@@ -61,9 +62,9 @@ def groups_of(objective: str) -> list[TokenTree]:
                 f"g{number}",
                 random.integers(0, VOCABULARY, 4 + number),
                 own,
-                random.integers(0, VOCABULARY, sum(own)),
+                random.integers(0, 4 if objective == "kto" else VOCABULARY, sum(own)),
                 loss_mask=mask,
-                rewards=[float(number % 2), 0.0][: len(own)],
+                rewards=[float(number not in (1, 2)), 0.0][: len(own)],
                 engine=OF_DATA,
                 advantages=np.ones(sum(own), dtype=np.float32),
             )

@@ -55,8 +55,8 @@ def test_the_loss_begins_at_its_known_value_and_falls(folder: Path) -> None:
     assert first["preference_margin"] == pytest.approx(0.0, abs=1e-5)
     assert first["loss"] > second["loss"] > third["loss"]
     first, second, third = updates(folder, "kto.one.0")
-    assert first["loss"] == pytest.approx((2 * 1.0 + 3 * 1.5) / 5 / 2, abs=1e-5), "σ(0) with the weights of five rows"
-    assert first["kl"] == 0.0 and (second["kl"] > 0.0 or third["kl"] > 0.0)
+    assert first["loss"] == pytest.approx((3 * 1.0 + 2 * 1.5) / 5 / 2, abs=1e-5), "σ(0) with the weights of five rows"
+    assert first["kl"] == pytest.approx(0.0, abs=1e-5) and second["kl"] > 0.1 and third["kl"] > 0.1
     assert first["loss"] > second["loss"] > third["loss"]
     first, second, third = updates(folder, "sft.one.0")
     assert first["loss"] == pytest.approx(first["surprisal"], abs=1e-6), "the denominator is the number of tokens"
