@@ -363,6 +363,8 @@ def _check_offline(config: RelaxConfig) -> Iterator[str]:
             f"placement.forward=separate with {what}: its log-probs are of the weights at the start of each step, "
             "which other processes do not have. Use placement.forward=actor."
         )
+    if needs.offline == "labels" and config.eval.every and config.eval.rows < 2:
+        yield f"eval.rows={config.eval.rows} with {what}: a held-out row needs another row for the KL estimate. Use 2."
     if config.engine.urls:
         yield f"engine.urls with {what}. Drop engine.urls."
     if config.engine.autoscaler.enabled:

@@ -93,7 +93,7 @@ def trained(made: list[Row], config: kto.KtoConfig, *, split: list[list[int]]) -
 @pytest.mark.parametrize(
     "settings", [{}, {"beta": 0.7}, {"beta": 1.5, "desirable_weight": 0.4, "undesirable_weight": 2.5}]
 )
-def test_the_loss_and_its_gradient_are_those_of_the_paper(settings: dict[str, float], shift: float, seed: int) -> None:
+def test_the_loss_and_its_gradient_are_those_of_the_paper(settings: dict[str, Any], shift: float, seed: int) -> None:
     """L = mean of λ_y - v(x, y); v = λ_D σ(β(r - z)) or λ_U σ(β(z - r)); z is a constant for the gradient."""
     config, made = kto.KtoConfig(**settings), rows(seed, shift=shift)
     kto.check(config)
@@ -116,7 +116,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(settings: dict[str, fl
         assert wanted.grad is not None
         torch.testing.assert_close(gradient / count, wanted.grad[0], rtol=0, atol=1e-6)
     assert metrics["kl"] == pytest.approx(z, abs=1e-6)
-    rewards = {label: [] for label in (True, False)}
+    rewards: dict[bool, list[float]] = {True: [], False: []}
     for row in made:
         rewards[row.label].append(config.beta * float(((row.own[0] - row.own[1]) * row.mask).sum()))
     for name, label in (("chosen_reward", True), ("rejected_reward", False)):

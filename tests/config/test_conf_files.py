@@ -76,7 +76,7 @@ def test_every_option_runs(
     extra = {
         **{f"reward={name}": rows for name in ("gpqa", "ifeval", "ifbench")},
         "algo=dpo": [f"data.path={pairs}", *rows[1:]],
-        "algo=kto": [f"data.path={labels}", *rows[1:], "placement.forward=actor"],
+        "algo=kto": [f"data.path={labels}", *rows[1:3], "data.eval_size=2", "eval.rows=2", "placement.forward=actor"],
         "tracker=wandb": ["tracker.sinks.wandb.offline=true"],
         "tracker=clearml": ["tracker.sinks.clearml.offline=true"],
         "model=qwen3_moe": [f"model.path={mixture_folder}"],

@@ -1,4 +1,4 @@
-"""Trains SFT, DPO and KTO in several divisions into micro-batches and on two ranks. Each process writes its measurements.
+"""Trains SFT, DPO and KTO in several divisions into micro-batches and on two ranks. Each process writes measurements.
 
 `python objective_ranks.py <folder>` writes a model, and a JSON and a safetensors file for each objective and case.
 """
