@@ -145,7 +145,7 @@ _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
 OPTIONS_ELSEWHERE = {
     ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
     ("mode", "disaggregated off_policy fully_async"): "mode=async",
-    ("algo", "kto rm reward_model"): "algo=dpo, which learns from pairs",
+    ("algo", "rm reward_model"): "algo=dpo, which learns from pairs",
     ("algo", "pretrain"): "algo=sft with rows that have the column text",
     ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
     ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads data.media_keys",

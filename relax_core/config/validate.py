@@ -245,7 +245,7 @@ def _shared_gpu_problems(config: RelaxConfig) -> Iterator[str]:
         )
     forward = {"reference": needs.reference, "actor_fwd": needs.old_logprobs == "actor_fwd"}
     wanted = [role for role, needed in forward.items() if needed]
-    if wanted and config.placement.forward is ForwardRanks.separate:
+    if wanted and config.placement.forward is ForwardRanks.separate and not config.model.lora.rank:
         yield (
             f"placement.forward=separate with mode=colocate on GPUs: processes of {' and '.join(wanted)} cannot share "
             "GPUs with engines. Use placement.forward=actor, or mode=async."
@@ -357,6 +357,9 @@ def _check_offline(config: RelaxConfig) -> Iterator[str]:
         yield f"data.overlong={config.data.overlong.value} with {what}: a row is never cut. Use drop."
     if config.run.keep_best is not None:
         yield NotYet(f"run.keep_best={config.run.keep_best} with {what} is not built yet. Drop it.")
+    needs = find_algorithm(config.algo.name).requirements(config.algo)
+    if needs.offline == "labels" and config.eval.every and config.eval.rows < 2:
+        yield f"eval.rows={config.eval.rows} with {what}: a held-out row needs another row for the KL estimate. Use 2."
     if config.engine.urls:
         yield f"engine.urls with {what}. Drop engine.urls."
     if config.engine.autoscaler.enabled:

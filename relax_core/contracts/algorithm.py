@@ -47,9 +47,11 @@ class Requirements:
     advantages need the turns of the group's episodes. ``state_keys``: the advantages also compare turns that begin in
     equal states, so the run needs an env with ``state_keys`` in its SPEC. ``every_token``: False promises that a token
     with advantage 0 has no gradient and does not affect the gradients of other tokens, so the trainer may skip this
-    token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" or "labels" is a
-    group of one sample; the reward of a labelled sample is its label. A row of "pairs" is a group of two samples, and
-    sample 0 is preferred to sample 1. A micro-batch of a rank has all samples of such a group or none.
+    token. ``offline``: the responses are in the data, and no engine runs. A row of "demonstrations" is a group of one
+    sample. A row of "pairs" is a group of two samples, and sample 0 is preferred to sample 1. A row of "labels" is a
+    group of two samples. The reward of sample 0 is its label. Sample 1 is not trained; it has the same prompt and the
+    response of a row with another prompt, and its reward is 0. A micro-batch of a rank has all samples of such a group
+    or none.
     """
 
     old_logprobs: OldLogprobs
@@ -120,7 +122,8 @@ class LossInputs:
     the remaining entries of the two ``top`` tensors are `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
 
     ``group_ids`` maps each sample to its group in the micro-batch. The samples of a group are adjacent and in order. An
-    ``offline`` algorithm has no old log-probs, rollout log-probs and advantages; these tensors are 0, 0 and 1.
+    ``offline`` algorithm has no rollout log-probs; they are 0. Its old log-probs are 0 unless it requires actor_fwd.
+    Its advantages are 1 unless its ``normalize`` is called.
     """
 
     logprobs: Tensor  # [tokens], of the current weights

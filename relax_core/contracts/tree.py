@@ -21,6 +21,7 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 
 TRUNCATED = "truncated"  # the ledger's reason for an episode that was cut at its token limit and therefore dropped
+MISMATCHED = "mismatched"  # the ledger's reason for a data row's untrained sample with another row's response
 NOT_SAMPLED = -1  # the version of a row that was not sampled
 OF_DATA = "data"  # the engine's name in turns that are in the data; their log-probs are 0
 

@@ -14,7 +14,7 @@ from relax_core.contracts.tree import group_uid
 from relax_core.data.eval_sets import NAMED_ROWS
 from relax_core.data.layouts import CHOSEN, MESSAGES, REJECTED, TEXT
 from relax_core.plan.prompt_maker import positions, run_tokenizer
-from relax_core.rollout.offline_rows import OfflineRows
+from relax_core.rollout.offline_rows import OfflineRows, partner_rows
 
 CONVERTED_BYTES = 4 << 20  # text that is converted to tokens, the longest rows first
 
@@ -81,8 +81,9 @@ def look_at_rows(config: RelaxConfig, source: PromptSource, *, kind: Offline, st
         if rows.sources(row):
             look.media = True
             continue
+        partners = partner_rows(number, count=len(source), read=source.numbered)
         try:
-            tree = rows.tree(row, where=where, uid=group_uid(0), version=0)
+            tree = rows.tree(row, where=where, uid=group_uid(0), version=0, partners=partners)
         except BadRow as error:
             look.leave_out(number, error)
             continue

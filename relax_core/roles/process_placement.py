@@ -220,9 +220,12 @@ def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
 def _forward_on_actor(config: RelaxConfig) -> bool:
     """Returns whether the actor's ranks compute the log-probs of actor_fwd and reference.
 
-    With LoRA they always do, because they have the reference: the model without its factors.
+    With LoRA they always do, because they have the reference: the model without its factors. An algorithm on data rows
+    publishes no weights, so no other process could compute the log-probs of actor_fwd.
     """
-    return config.placement.forward is ForwardRanks.actor or config.model.lora.rank > 0
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    unpublished = requirements.offline is not None and requirements.old_logprobs == "actor_fwd"
+    return config.placement.forward is ForwardRanks.actor or config.model.lora.rank > 0 or unpublished
 
 
 def forward_columns(config: RelaxConfig) -> dict[str, str]:
@@ -239,13 +242,13 @@ def forward_columns(config: RelaxConfig) -> dict[str, str]:
 def actor_columns(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the columns that the actor's ranks compute before a train step (``placement.forward=actor``).
 
-    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them. An
-    algorithm on data rows has constant advantages.
+    They are the log-probs of actor_fwd and reference, and the advantages and returns, which may depend on them. The
+    advantages of an algorithm on data rows are constant unless they need a whole train step.
     """
     logprobs = tuple(forward_columns(config).values())
     if not _forward_on_actor(config) or not logprobs:
         return ()
-    if offline_rows(config) is not None:
+    if offline_rows(config) is not None and computes_advantages_per_group(config):
         return logprobs
     critic = find_algorithm(config.algo.name).requirements(config.algo).critic
     return (*logprobs, c.ADVANTAGES, *([c.RETURNS] if critic else []))

@@ -13,7 +13,7 @@ from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.observe.sample_log import SampleLog
-from relax_core.rollout.offline_rows import OfflineRows
+from relax_core.rollout.offline_rows import OfflineRows, partner_rows
 from relax_core.rollout.partial_rollout import GroupsInFlight
 from relax_core.rollout.prompt_tokens import AdmittedPrompt, PromptMaker
 from relax_core.rollout.rollout_loop import BadRows, PromptAdmissions, Record, RolloutBus, RolloutLoopSettings
@@ -37,7 +37,7 @@ class FeederLoop:
         bad_rows: BadRows,
         samples: SampleLog | None = None,
     ) -> None:
-        self._bus, self._rows, self._prompts = bus, rows, prompts
+        self._bus, self._source, self._rows, self._prompts = bus, source, rows, prompts
         self._settings, self._record, self._samples = settings, record, samples
         self._flight = GroupsInFlight()
         self._admissions = PromptAdmissions(
@@ -83,7 +83,12 @@ class FeederLoop:
         try:
             items = await self._prompts.encoded(self._rows.sources(row.row), owner=row.uid)
             return self._rows.group(
-                row.row, where=row.where, index=row.index, version=row.request.min_version, items=items
+                row.row,
+                where=row.where,
+                index=row.index,
+                version=row.request.min_version,
+                items=items,
+                partners=partner_rows(row.number, count=len(self._source), read=self._source.numbered),
             )
         except BadRow as error:
             return error

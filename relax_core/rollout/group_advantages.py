@@ -27,13 +27,13 @@ def computes_advantages_per_group(config: RelaxConfig) -> bool:
     """Returns True if the rollout computes the advantages of a group when the group completes.
 
     This is possible if the algorithm needs only one group at a time, and only columns of the rollout. The feeder of an
-    algorithm on data rows writes constant advantages.
+    algorithm on data rows writes constant advantages, which are final if the algorithm has no use for a whole step.
     """
     spec = find_algorithm(config.algo.name)
     requirements = spec.requirements(config.algo)
-    if requirements.offline is not None:
-        return True
-    return not needs_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
+    if needs_whole_step(spec, requirements):
+        return False
+    return requirements.offline is not None or set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
 
 
 def needs_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:

@@ -2,11 +2,15 @@
 
 The trained rows of a tree are the tokens of the assistant's messages in the data row, with their stop tokens. The tree
 has the same form as a tree of a rollout, with "data" as the engine and log-probs 0.
+
+The label of a labelled row concerns the row's last answer, and only this answer is trained. The tree of such a row also
+has the prompt with the answer of another data row, the partner. The partner's answer is not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,25 @@ from relax_core.rollout.episodes.episode_records import EpisodeRecord, PlayedTur
 from relax_core.rollout.episodes.group_assembly import build_tree
 
 Messages = Sequence[Mapping[str, Any]]
+PARTNERS = 64  # the number of data rows that are tried as the partner of a labelled row
+
+
+def partner_rows(number: int, *, count: int, read: Callable[[int], DataRow]) -> Iterator[DataRow]:
+    """Yields up to `PARTNERS` usable rows that may be the partner of row ``number``, from ``count`` rows.
+
+    The first is the next row of the file. The others are spread over the file, because adjacent rows may have the same
+    prompt. The order depends only on ``number`` and ``count``, so a resumed run has the same partners. ``read`` returns
+    the row with a number, or raises `BadRow`.
+    """
+    others = count - 1
+    if others < 1:
+        return
+    step = next(size for size in range(max(1, round(0.618 * others)), 0, -1) if math.gcd(size, others) == 1)
+    for place in range(min(others, PARTNERS)):
+        try:
+            yield read((number + 1 + place * step % others) % count)
+        except BadRow:
+            continue
 
 
 class OfflineRows:
@@ -51,26 +74,49 @@ class OfflineRows:
         messages, numbers = found[0]
         return media_sources(messages[: numbers[-1] if numbers else len(messages)])
 
-    def group(self, row: DataRow, *, where: str, index: int, version: int, items: Sequence[MediaItem] = ()) -> Group:
+    def group(
+        self,
+        row: DataRow,
+        *,
+        where: str,
+        index: int,
+        version: int,
+        items: Sequence[MediaItem] = (),
+        partners: Iterable[DataRow] = (),
+    ) -> Group:
         """Returns the group of a data row, with advantage 1 for each token. Raises the errors of `tree`."""
-        tree = self.tree(row, where=where, uid=group_uid(index), version=version, items=items)
+        tree = self.tree(row, where=where, uid=group_uid(index), version=version, items=items, partners=partners)
         tree = tree.with_extras(**{ADVANTAGES: np.ones(len(tree.tokens[1]), np.float32)})
         uids = [episode.uid for episode in tree.episodes]
         return Group(
             group_uid=tree.group_uid, index=index, uids=uids, versions=[version] * len(uids), columns=encode_tree(tree)
         )
 
-    def tree(self, row: DataRow, *, where: str, uid: str, version: int, items: Sequence[MediaItem] = ()) -> TokenTree:
+    def tree(
+        self,
+        row: DataRow,
+        *,
+        where: str,
+        uid: str,
+        version: int,
+        items: Sequence[MediaItem] = (),
+        partners: Iterable[DataRow] = (),
+    ) -> TokenTree:
         """Returns the token tree of a data row from a source with this kind of rows.
 
         ``where`` is the row's file and line, ``uid`` the group's uid, ``version`` the weight version of the trained
         rows, and ``items`` are the encoded media of `sources`. Pairs have two episodes, first the chosen, then the
-        rejected; their rewards are 1 and 0. The reward of a labelled row is its label, otherwise 1. Raises `BadRow` for
-        a row that cannot be trained.
+        rejected; their rewards are 1 and 0. A labelled row has two episodes. The reward of the first is the label. The
+        second has the answer of the first of ``partners`` with another prompt and another answer that fits; it is not
+        trained, and its reward is 0. The reward of a demonstration is 1. Raises `BadRow` for a row that cannot be
+        trained.
         """
         turns = self._turns(row, where=where, items=items)
-        rewards = [float(row[LABEL])] if self._kind == "labels" else [1.0, 0.0][: len(turns)]
-        return build_tree(
+        rewards = [1.0, 0.0][: len(turns)]
+        if self._kind == "labels":
+            turns.append(self._mismatched(row, turns[0], partners, where=where, items=items))
+            rewards = [float(row[LABEL]), 0.0]
+        tree = build_tree(
             uid,
             [
                 EpisodeRecord(
@@ -86,6 +132,39 @@ class OfflineRows:
                 )
                 for number, (its, reward) in enumerate(zip(turns, rewards, strict=True))
             ],
+        )
+        if self._kind != "labels":
+            return tree
+        loss_mask = tree.loss_mask.copy()
+        for turn in tree.episodes[1].turns:
+            loss_mask[turn.start : turn.end] = False
+        return tree.with_loss_mask(loss_mask)
+
+    def _mismatched(
+        self,
+        row: DataRow,
+        own: Sequence[TrainedTurn],
+        partners: Iterable[DataRow],
+        *,
+        where: str,
+        items: Sequence[MediaItem],
+    ) -> list[TrainedTurn]:
+        """Returns the prompt of a labelled row with the answer of its partner."""
+        prompt = row["prompt"]
+        for partner in partners:
+            if partner["prompt"] == prompt:
+                continue
+            answer = partner[MESSAGES][len(partner["prompt"])]
+            try:
+                (turns,) = self._turns({**row, MESSAGES: [*prompt, answer]}, where=where, items=items)
+            except BadRow:  # too long after this prompt, for example
+                continue
+            if turns[0].answer_ids != own[0].answer_ids:
+                return turns
+        raise BadRow.because(
+            "no_partner",
+            f"{where}: no row with another prompt and another answer fits after its prompt, and the KL estimate needs "
+            "one. Add rows with other prompts, or raise engine.context_length.",
         )
 
     def _turns(self, row: DataRow, *, where: str, items: Sequence[MediaItem]) -> list[list[TrainedTurn]]:
@@ -148,6 +227,8 @@ def _conversations(row: DataRow, kind: Offline) -> list[tuple[Messages, list[int
         chosen, rejected = row[CHOSEN], row[REJECTED]
         first = next(number for number, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1])
         return [(messages, _answers(messages, first)) for messages in (chosen, rejected)]
+    if kind == "labels":
+        return [(row[MESSAGES], [len(row["prompt"])])]
     if MESSAGES in row:
         return [(row[MESSAGES], _answers(row[MESSAGES], 1))]
     if TEXT in row:

@@ -39,7 +39,7 @@ from relax_core.contracts.core_wait import clock_and_core_wait_s
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.rotary import rotary_positions
 from relax_core.contracts.train import OWN_PARTS, RankTimes, StepMetrics
-from relax_core.contracts.tree import TRUNCATED, TokenTree
+from relax_core.contracts.tree import MISMATCHED, TRUNCATED, TokenTree
 from relax_core.families.architecture import Architecture
 from relax_core.families.towers import Towers, item_work
 
@@ -48,13 +48,14 @@ def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[
     """Returns the tree for train step ``step``, and the ledger reason of each untrained episode by uid.
 
     Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).
-    An episode that arrives without trained tokens was truncated (rollout.mask_truncated). The extra ``on_policy`` is
+    An episode that arrives without trained tokens was truncated (rollout.mask_truncated), or it has another data row's
+    response. The extra ``on_policy`` is
     True for tokens of episodes that were completely sampled with the step's initial weights. For these tokens the
     log-probs of rollout and trainer agree up to rounding. Other tokens attend to cache entries that the engine computed
     with older weights. No engine sampled the tokens of data rows.
     """
     tree = decode_tree(group)
-    masked = dict.fromkeys(_untrained(tree), TRUNCATED)
+    masked = dict.fromkeys(_untrained(tree), MISMATCHED if tree.is_of_data else TRUNCATED)
     on_policy = tree.oldest_versions(trained=False) == step
     if tree.is_of_data:
         on_policy = np.zeros_like(on_policy)

@@ -68,10 +68,15 @@ def test_every_option_runs(
     choices.write_text(f"{row}\n" * 9)
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "p", "chosen": "1", "rejected": "2"}\n' * 9)
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(
+        "".join(f'{{"prompt": "p{place}", "completion": "{place}", "label": true}}\n' for place in range(9))
+    )
     rows = [f"data.path={choices}", "data=file", "model.task=arithmetic", "data.eval_size=1", "eval.rows=1"]
     extra = {
         **{f"reward={name}": rows for name in ("gpqa", "ifeval", "ifbench")},
         "algo=dpo": [f"data.path={pairs}", *rows[1:]],
+        "algo=kto": [f"data.path={labels}", *rows[1:3], "data.eval_size=2", "eval.rows=2"],
         "tracker=wandb": ["tracker.sinks.wandb.offline=true"],
         "tracker=clearml": ["tracker.sinks.clearml.offline=true"],
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
@@ -179,7 +184,7 @@ def test_the_length_that_a_sum_is_divided_by_is_the_runs_longest_response(chosen
         assert (config.algo.aggregation, config.algo.norm_length) == ("seq_mean_token_sum_norm", 24.0)
     own = load_config([f"{chosen}=rloo", "algo.norm_length=1"])
     assert own.algo.norm_length == 1.0
-    for algorithm in (set(names("algo")) & set(yaml_options("algo"))) - {"sft", "dpo"}:  # no sampled responses
+    for algorithm in (set(names("algo")) & set(yaml_options("algo"))) - {"sft", "dpo", "kto"}:  # no sampled responses
         aggregation = "algo.aggregation=seq_mean_token_sum_norm"
         assert load_config([f"{chosen}={algorithm}", aggregation]).algo.norm_length == 8.0
 

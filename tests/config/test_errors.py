@@ -96,6 +96,8 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["algo=sft", "data.overlong=truncate_left"], "data.overlong=truncate_left with algo=sft"),
         (["algo=sft", "run.keep_best=eval/exact"], "run.keep_best=eval/exact with algo=sft"),
         (["algo=sft", "env=number_guess"], "env=number_guess with algo=sft"),
+        (["algo=kto", "eval.rows=1"], "eval.rows=1 with algo=kto"),
+        (["algo=kto", "algo.epochs=2"], "algo.epochs=2 with algo=kto"),
         (["algo=dpo"], "data.task=reverse_digits: a generated task has prompts with answers, and no pairs"),
         (["parallel.tp=3"], "parallel.tp=3 does not divide the model's 4 attention heads, 2 key-value heads, "),
         (["parallel.ep=2"], "parallel.ep=2, parallel.etp=1: the model has no experts."),

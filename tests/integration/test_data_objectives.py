@@ -1,4 +1,4 @@
-"""Tests runs that train on data rows without engines: fine-tuning through kills, and preference pairs."""
+"""Tests runs that train on data rows without engines: fine-tuning through kills, pairs and labels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ SIZES = (f"rollout.prompts_per_step={OF_STEP}", f"run.epochs={EPOCHS}", "eval.ev
 FEEDER = "ray::FeederWorker"
 
 
-def write_rows(path: Path, *, pairs: bool) -> str:
-    """Writes rows of the reversal task; a rejected response has the digits in the order of the prompt."""
+def write_rows(path: Path, *, pairs: bool, labels: bool = False) -> str:
+    """Writes rows of the reversal task; a rejected response has the digits in the order of the prompt.
+
+    With ``labels`` every third row has such a response and the label false.
+    """
     rows = []
     for place in range(ROWS):
         digits = str(10_234 + 1_913 * place)
-        answer = {"chosen": digits[::-1], "rejected": digits} if pairs else {"completion": digits[::-1]}
+        answer: dict[str, object] = {"completion": digits[::-1]}
+        if pairs:
+            answer = {"chosen": digits[::-1], "rejected": digits}
+        if labels:
+            answer = {"completion": digits if place % 3 == 0 else digits[::-1], "label": place % 3 != 0}
         rows.append(json.dumps({"prompt": f"reverse {digits}", **answer}))
     path.write_text("\n".join(rows) + "\n")
     return f"data.path={path}"
@@ -74,3 +81,17 @@ def test_preferences_are_learnt_and_begin_at_the_reference(tmp_path: Path) -> No
     first, *_, last = (evaluation["figures"] for evaluation in run.summary["eval"])
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5), "-log sigmoid(0), because policy and reference are equal"
     assert last["loss"] < 0.6 and last["preference_accuracy"] == 1.0
+
+
+def test_labels_are_learnt_and_each_row_has_a_mismatched_pair(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", pairs=False, labels=True)
+    options = ("algo=kto", "optimizer.lr=3e-4", "run.save_every=0", "parallel=dp2")
+    run = run_to_end(tmp_path / "run", data, *DATA, *SIZES, *options)
+    assert run.code == 0, run.output
+    run.assert_all_samples_accounted()
+    trained = EPOCHS * (ROWS - HELD_OUT)
+    assert run.summary["ledger"]["trained"] == trained
+    assert run.summary["ledger"]["dropped"] == {"mismatched": trained}
+    first, *_, last = (evaluation["figures"] for evaluation in run.summary["eval"])
+    assert (first["loss"], first["kl"]) == (pytest.approx(0.5, abs=1e-5), pytest.approx(0.0, abs=1e-4))
+    assert last["loss"] < 0.49 and last["kl"] > 0.1 and last["chosen_reward"] > last["rejected_reward"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.contracts.algorithm import Offline
 from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
@@ -27,7 +28,12 @@ DIGITS = [str(12_345 + 1_111 * number) for number in range(8)]
 
 
 def feeder(
-    folder: Path, bus: ReplayBufferBus, file: Path, bad_rows: BadRows, records: list[Recorded]
+    folder: Path,
+    bus: ReplayBufferBus,
+    file: Path,
+    bad_rows: BadRows,
+    records: list[Recorded],
+    kind: Offline = "demonstrations",
 ) -> tuple[FeederLoop, PromptTokenizer]:
     config = load_config(
         [f"data.path={file}", "data=file", "data.eval_size=0", "eval.every=0", "data.shuffle=false", TASK]
@@ -36,8 +42,8 @@ def feeder(
     tokenizer = PromptTokenizer(folder)
     loop = FeederLoop(
         bus=bus,
-        source=make_source(config.data, seed=0, eval_rows=0, offline="demonstrations"),
-        rows=OfflineRows(tokenizer=tokenizer, kind="demonstrations", max_tokens=CONTEXT),
+        source=make_source(config.data, seed=0, eval_rows=0, offline=kind),
+        rows=OfflineRows(tokenizer=tokenizer, kind=kind, max_tokens=CONTEXT),
         prompts=PromptMaker(env=env, env_config=config.env, tokenizer=tokenizer, max_prompt_tokens=CONTEXT),
         settings=RolloutLoopSettings(
             seed=0,
@@ -82,6 +88,41 @@ def test_rows_become_groups_in_order_and_bad_rows_are_replaced(tiny_folder: Path
     assert (counts.trained, counts.lost, counts.trained_twice) == (2 * STEP_GROUPS, 0, 0)
     assert [(row["row"], row["reason"]) for row in named[-1]] == [("1", "bad_row:empty"), ("4", "too_long")]
     assert sum(values["tokens"] for _, _, values in records) == 6 * sum(values["samples"] for _, _, values in records)
+
+
+def labelled_groups(folder: Path, file: Path, *, steps: int) -> list[tuple[list[str], list[str]]]:
+    """Returns the trained and the untrained answers of the groups of a feeder."""
+    bus, found = ReplayBufferBus(steps=steps, group_size=2), list[tuple[list[str], list[str]]]()
+
+    async def scene() -> None:
+        loop, tokenizer = feeder(folder, bus, file, BadRows(rows=8, most=0.5, report=lambda rows: None), [], "labels")
+        with pytest.raises(BusClosed):
+            await loop.run([])
+        for uid in sorted(bus.rows):
+            tree = tree_of(bus.rows[uid])
+            answers = [tokenizer.decode(ids.tolist()).removesuffix("<|im_end|>") for ids in answers_of(tree)]
+            assert tree.trained_episodes().tolist() == [True, False] and tree.is_of_data
+            found.append((answers[:1], answers[1:]))
+
+    asyncio.run(within(scene()))
+    return found
+
+
+def test_labelled_rows_have_the_same_partners_in_every_run(tiny_folder: Path, tmp_path: Path) -> None:
+    """The partner is the next row of the file; the row after the second row is unusable, so another row replaces it."""
+    rows = [{"prompt": f"rev {digits}", "completion": digits[::-1], "label": len(digits) > 4} for digits in DIGITS]
+    rows[2]["label"] = "yes"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = labelled_groups(tiny_folder, file, steps=2)
+    answers = [digits[::-1] for digits in DIGITS]
+    numbers = [(answers.index(own[0]), answers.index(other[0])) for own, other in found]
+    assert [own for own, _ in numbers][:6] == [0, 1, 3, 4, 5, 6]
+    assert all(own != other and other != 2 for own, other in numbers)
+    partner = dict(numbers)
+    assert [partner[number] for number in (0, 3, 4, 5)] == [1, 4, 5, 6]
+    again = labelled_groups(tiny_folder, file, steps=1)
+    assert again == found[: len(again)]
 
 
 def test_too_many_bad_rows_end_the_run(tiny_folder: Path, tmp_path: Path) -> None:

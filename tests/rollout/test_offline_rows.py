@@ -21,7 +21,7 @@ from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.data.layouts import OfflineKeys, offline_row
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
-from relax_core.rollout.offline_rows import OfflineRows
+from relax_core.rollout.offline_rows import PARTNERS, OfflineRows, partner_rows
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.data.test_tokenizer_media import own_item, shown
 from tests.data.test_turn_templates import ODD, TOOL, calling, results
@@ -242,8 +242,56 @@ def test_earlier_answers_of_a_pair_s_prompt_are_not_trained(family: Callable[[st
 @pytest.mark.parametrize("label", [True, False])
 def test_a_labelled_row_has_its_label_as_the_reward(label: bool, family: Callable[[str], Family]) -> None:
     it = family("role_marks")
-    tree = tree_of(rows_of(it.tokenizer, "labels"), {"prompt": "a", "completion": "b", "label": label}, "labels")
-    assert [episode.reward for episode in tree.episodes] == [float(label)]
+    keys = OfflineKeys(kind="labels", prompt="prompt", answer="answer")
+    own, same, empty, other, last = (
+        offline_row({"prompt": prompt, "completion": answer, "label": label}, keys, where="")
+        for prompt, answer in (("a", "b"), ("a", "cd"), ("x", "b"), ("y", "fgh"), ("z", "i"))
+    )
+    rows = rows_of(it.tokenizer, "labels")
+    tree = rows.tree(own, where="", uid="g0", version=3, partners=[same, empty, other, last])
+    check_tree(tree)
+    assert [episode.reward for episode in tree.episodes] == [float(label), 0.0]
+    opened = it.ids(it.answer([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])[0])
+    for number, text in enumerate(("b", "fgh")):
+        path = tree.rows_of([number])
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        answer = it.ids(it.answer(talk)[1])
+        assert tree.token_ids[path].tolist() == [*opened, *answer]
+        assert tree.loss_mask[path].tolist() == [False] * len(opened) + [number == 0] * len(answer)
+    assert (tree.versions[tree.sampled] == 3).all(), "the partner's tokens have log-probs, too"
+    with pytest.raises(BadRow, match="no row with another prompt") as caught:
+        rows.tree(own, where="", uid="g0", version=0, partners=[same, empty])
+    assert caught.value.reason == "bad_row:no_partner"
+
+
+def test_only_the_last_answer_of_a_labelled_row_is_trained(family: Callable[[str], Family]) -> None:
+    it = family("role_marks")
+    keys = OfflineKeys(kind="labels", prompt="prompt", answer="answer")
+    talk = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    own = offline_row({"messages": talk, "label": True}, keys, where="")
+    other = offline_row({"prompt": "x", "completion": "y", "label": True}, keys, where="")
+    tree = rows_of(it.tokenizer, "labels").tree(own, where="", uid="g0", version=0, partners=[other])
+    assert tree.token_ids[tree.loss_mask].tolist() == it.ids(it.answer(talk)[1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 40, 1_000, 99_991])
+def test_partners_are_other_rows_in_a_fixed_order(count: int) -> None:
+    for number in {0, count // 2, count - 1}:
+        found = [row["number"] for row in partner_rows(number, count=count, read=lambda at: {"number": at})]
+        assert len(found) == len(set(found)) == min(PARTNERS, count - 1) and number not in found
+        assert all(0 <= at < count for at in found)
+        assert found[:1] == [(number + 1) % count][: count - 1]
+        again = [row["number"] for row in partner_rows(number, count=count, read=lambda at: {"number": at})]
+        assert found == again
+
+
+def test_unusable_rows_are_no_partners() -> None:
+    def read(number: int) -> dict[str, Any]:
+        if number % 2:
+            raise BadRow.because("empty", "")
+        return {"number": number}
+
+    assert {row["number"] for row in partner_rows(0, count=9, read=read)} == {2, 4, 6, 8}
 
 
 def test_a_group_has_the_columns_of_a_rollout_s_group(family: Callable[[str], Family]) -> None:

@@ -1,4 +1,4 @@
-"""Tests that updates of SFT and DPO do not depend on the micro-batches and the parallel layout."""
+"""Tests that updates of SFT, DPO and KTO do not depend on the micro-batches and the parallel layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def updates(folder: Path, name: str) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize(("case", "rank"), CASES)
 def test_an_update_is_that_of_one_micro_batch(folder: Path, objective: str, case: str, rank: int) -> None:
     ours, expected = updates(folder, f"{objective}.{case}.{rank}"), updates(folder, f"{objective}.one.0")
@@ -43,7 +43,7 @@ def test_an_update_is_that_of_one_micro_batch(folder: Path, objective: str, case
     assert max(gaps.values()) <= 1e-5, gaps
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
 def test_the_weights_move_by_far_more_than_the_tolerance(folder: Path, objective: str) -> None:
     start, end = load_file(folder / "model.safetensors"), load_file(folder / f"{objective}.one.0.safetensors")
     assert max(float((end[name] - start[name]).abs().max()) for name in end) > 1e-2
@@ -53,6 +53,10 @@ def test_the_loss_begins_at_its_known_value_and_falls(folder: Path) -> None:
     first, second, third = updates(folder, "dpo.one.0")
     assert first["loss"] == pytest.approx(math.log(2) + 0.5 * first["chosen_surprisal"], abs=1e-5)
     assert first["preference_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert first["loss"] > second["loss"] > third["loss"]
+    first, second, third = updates(folder, "kto.one.0")
+    assert first["loss"] == pytest.approx((3 * 1.0 + 2 * 1.5) / 5 / 2, abs=1e-5), "σ(0) with the weights of five rows"
+    assert first["kl"] == pytest.approx(0.0, abs=1e-5) and second["kl"] > 0.1 and third["kl"] > 0.1
     assert first["loss"] > second["loss"] > third["loss"]
     first, second, third = updates(folder, "sft.one.0")
     assert first["loss"] == pytest.approx(first["surprisal"], abs=1e-6), "the denominator is the number of tokens"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from relax_core.config.engine_checks import offline_rows
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import LossInputs, StepTotals
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.tree import TokenTree
@@ -26,7 +27,8 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.worker_group import WorkerGroup
 from relax_core.rollout.evaluator import eval_versions, eval_where
-from relax_core.rollout.offline_rows import OfflineRows
+from relax_core.rollout.group_advantages import advantage_extras, needs_whole_step
+from relax_core.rollout.offline_rows import OfflineRows, partner_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,9 @@ def open_held_out(context: RunContext, worker_group: WorkerGroup, metrics: Event
         trees, bad = [], list(eval_set.bad)
         for number, row in enumerate(eval_set.rows):
             where = eval_where(eval_set.name, number)
+            partners = partner_rows(number, count=len(eval_set.rows), read=eval_set.rows.__getitem__)
             try:
-                trees.append(rows.tree(row, where=where, uid=where, version=0))
+                trees.append(rows.tree(row, where=where, uid=where, version=0, partners=partners))
             except BadRow as error:
                 bad.append(error)
         check_bad_rows(eval_set.name, len(trees), bad, most=config.data.max_bad_rows)
@@ -114,7 +117,12 @@ def loss_values(
     logprobs: Sequence[np.ndarray],
     reference: Sequence[np.ndarray] | None,
 ) -> dict[str, float]:
-    """Returns the algorithm's loss and metrics over ``trees``; log-probs are float32 ``[rows]`` for each tree."""
+    """Returns the algorithm's loss and metrics over ``trees``; log-probs are float32 ``[rows]`` for each tree.
+
+    The trees are evaluated as one train step, so they are all groups of its ``normalize``.
+    """
+    spec = find_algorithm(config.algo.name)
+    requirements = spec.requirements(config.algo)
 
     def of_tokens(columns: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(
@@ -125,11 +133,20 @@ def loss_values(
     before = np.cumsum([0, *sizes])
     loss_mask = of_tokens([tree.loss_mask for tree in trees])
     found = of_tokens(logprobs)
+    advantages = torch.ones_like(found)
+    if needs_whole_step(spec, requirements):
+        columns = {c.OLD_LOGPROBS: logprobs} | ({} if reference is None else {c.REFERENCE_LOGPROBS: reference})
+        known = [
+            tree.with_extras(**{name: values[number] for name, values in columns.items()})
+            for number, tree in enumerate(trees)
+        ]
+        made = advantage_extras(known, spec, config.algo)
+        advantages = torch.from_numpy(np.concatenate([extras[c.ADVANTAGES] for extras in made]))
     inputs = LossInputs(
         logprobs=found,
-        old_logprobs=torch.zeros_like(found),
+        old_logprobs=found if requirements.old_logprobs == "actor_fwd" else torch.zeros_like(found),
         rollout_logprobs=torch.zeros_like(found),
-        advantages=torch.ones_like(found),
+        advantages=advantages,
         loss_mask=loss_mask,
         sample_ids=torch.from_numpy(
             np.concatenate([tree.tokens[0] + first for tree, first in zip(trees, before, strict=False)])
@@ -138,7 +155,6 @@ def loss_values(
         reference_logprobs=None if reference is None else of_tokens(reference),
         group_ids=torch.from_numpy(np.repeat(np.arange(len(trees)), sizes)),
     )
-    spec = find_algorithm(config.algo.name)
     outputs = spec.loss(inputs, config.algo)
     totals = StepTotals(tokens=int(loss_mask.sum()), samples=int(before[-1]), groups=len(trees))
     return {"loss": float(outputs.loss_sum) / spec.denominator(totals, config.algo)} | _means(outputs.metric_sums)
