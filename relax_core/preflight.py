@@ -36,7 +36,8 @@ from relax_core.observe.alarms import read_receivers
 from relax_core.observe.event_log import EVAL
 from relax_core.plan.context_length import settle_context, settle_evaluation_context
 from relax_core.plan.data_check import settle_steps, summarize_data
-from relax_core.plan.model_dimensions import find_dimensions, layout_shape, shape_dimensions
+from relax_core.plan.memory_terms import adapted_matrices
+from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions, layout_shape, shape_dimensions
 from relax_core.plan.placement import device_files, gpu_problems
 from relax_core.registry import Kind, find, find_algorithm, find_engine, find_family, find_reward, is_builtin
 from relax_core.roles.process_placement import layout_key, worker_group_layouts
@@ -46,7 +47,6 @@ from relax_core.rollout.trial.plugin_trial import Request, try_plugins
 from relax_core.tools.make_tiny import check_tiny_model
 from relax_core.train.hf.stored_weights import weight_problems
 from relax_core.train.parallel_layout import (
-    LayoutShape,
     combination_faults,
     model_faults,
     switch_faults,
@@ -67,23 +67,42 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
     yield from switch_faults(config.parallel)
     for key, layout in layouts.items():
         yield from combination_faults(layout, key=key)
-    shape = _known_shape(config)
-    if shape is None:
+    model = _known_model(config)
+    if model is None:
         return
+    shape = layout_shape(model)
     yield from trainer_faults(config.parallel, shape)
     gpus = config.placement.nodes * config.placement.gpus_per_node
     for key, layout in layouts.items():
         yield from model_faults(layout, shape, key=key, most=gpus or None)
 
 
-def _known_shape(config: RelaxConfig) -> LayoutShape | None:
-    """Returns the model's shape, or None if there is no model yet or another check refuses the model."""
+def _known_model(config: RelaxConfig) -> ModelDimensions | None:
+    """Returns the model's dimensions, or None if there is no model yet or another check refuses the model."""
     if config.model.builtin is not None and config.model.builtin not in MODEL_NAMES:
         return None
     try:
-        return layout_shape(find_dimensions(config))
+        return find_dimensions(config)
     except (ValueError, OSError):
         return None
+
+
+def adapter_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields an error for LoRA targets that the model does not have, and for a rank above a size of a layer."""
+    model, lora = _known_model(config), config.model.lora
+    if model is None or lora.rank < 1:
+        return
+    sizes = [min(matrix.out, matrix.into) for matrix in adapted_matrices(config, model)]
+    if not sizes:
+        yield (
+            f"model.lora.targets=[{','.join(lora.targets)}]: the model has none of these layers; experts and linear "
+            "attention have no factors. Add q_proj."
+        )
+    elif lora.rank > min(sizes):
+        yield (
+            f"model.lora.rank={lora.rank}: the smallest of the layers has {min(sizes)} rows or columns. Use "
+            f"{min(sizes)} or less."
+        )
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
@@ -338,6 +357,7 @@ EVAL_CHECKS = (
 )
 CHECKS = (
     layout_problems,
+    adapter_problems,
     family_problems,
     experts_problems,
     builtin_model_problems,

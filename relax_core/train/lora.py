@@ -30,7 +30,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule, tensor_shape, weight_rules
 from relax_core.train.hf.weight_slices import parameters_by_global_name, part_view, piece_of_rule, piece_shape
 from relax_core.train.model.gpt import parameter_name
-from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, Lora, merged
+from relax_core.weights.lora_merge import Lora, factor_names, merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,14 @@ def adapted_tensors(architecture: Architecture, lora: Lora) -> list[AdaptedTenso
         names = rule.hf.split(".")
         if len(names) < 2 or names[-1] != "weight" or names[-2] not in lora.targets or rule.expert:
             continue
-        hf, (module, _, _) = rule.hf.removesuffix(".weight"), rule.megatron.rpartition(".")
+        of_a, of_b = factor_names(rule.hf)
+        module = rule.megatron.rpartition(".")[0]
         a, b = (rule.shard if rule.shard is split else Shard.replicated for split in (Shard.row, Shard.column))
         found.append(
             AdaptedTensor(
                 base=rule,
-                a=WeightRule(hf + FACTOR_A, f"{module}.{_attribute(rule, 'A')}", a),
-                b=WeightRule(hf + FACTOR_B, f"{module}.{_attribute(rule, 'B')}", b),
+                a=WeightRule(of_a, f"{module}.{_attribute(rule, 'A')}", a),
+                b=WeightRule(of_b, f"{module}.{_attribute(rule, 'B')}", b),
             )
         )
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the factors' names, as in PEFT
+_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,12 @@ class LoraFactors(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """Returns the names of the factors A and B of a weight, as in PEFT: q_proj.lora_A.weight for q_proj.weight."""
+    module = name.removesuffix(_WEIGHT)
+    return f"{module}.lora_A{_WEIGHT}", f"{module}.lora_B{_WEIGHT}"
 
 
 def lora_scale(*, rank: int, alpha: float, rslora: bool) -> float:

@@ -18,13 +18,12 @@ import torch
 import xxhash
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
-from relax_core.weights.lora_merge import merged
+from relax_core.weights.lora_merge import factor_names, merged
 from relax_core.weights.safetensors_stream import header_bytes, host_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
 MAX_DIMENSIONS = 8  # maximum number of dimensions of a tensor in a manifest
-FACTOR_A, FACTOR_B = ".lora_A", ".lora_B"  # The names of a tensor's factors are its name and these suffixes.
 
 
 class DigestMismatch(RuntimeError):
@@ -212,7 +211,7 @@ def _check_factors(manifest: WeightManifest) -> None:
     frozen = {spec.name: spec for spec in manifest.frozen.tensors} if manifest.frozen is not None else {}
     own = {spec.name: spec for spec in manifest.tensors}
     for name, scale in manifest.factors.items():
-        weight, a, b = frozen.get(name), own.get(name + FACTOR_A), own.get(name + FACTOR_B)
+        weight, a, b = frozen.get(name), *(own.get(factor) for factor in factor_names(name))
         if weight is None or a is None or b is None or not math.isfinite(scale):
             raise ValueError(
                 f"weights version {manifest.version}: {repr(name)[:200]} has factors, but its frozen tensor, a factor "
@@ -260,14 +259,14 @@ def read_weights(
         elif with_frozen:
             yield name, tensor
     factors: dict[str, torch.Tensor] = {}
-    names = {name + suffix for name in manifest.factors for suffix in (FACTOR_A, FACTOR_B)}
+    names = {factor for name in manifest.factors for factor in factor_names(name)}
     for name, tensor in own:
         if name in names:
             factors[name] = tensor
         else:
             yield name, tensor
     for name, scale in manifest.factors.items():
-        parts = (base[name], factors[name + FACTOR_A], factors[name + FACTOR_B])
+        parts = (base[name], *(factors[factor] for factor in factor_names(name)))
         weight, a, b = parts if merge_on is None else (part.to(merge_on) for part in parts)
         yield name, merged(weight, a, b, scale)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.contracts.engine import WeightManifest
 from relax_core.families.folder import WEIGHT_INDEX
+from relax_core.weights.lora_merge import factor_names
 from relax_core.weights.safetensors_stream import write_weight_index
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class VersionWriter:
         tensors: Iterable[tuple[str, torch.Tensor]],
         factors: Iterable[LoraFactors] | None,
     ) -> WeightManifest:
-        from relax_core.weights.version_file import FACTOR_A, FACTOR_B, HEADER_ROOM, WeightFile  # imports torch
+        from relax_core.weights.version_file import HEADER_ROOM, WeightFile  # imports torch
 
         scales: dict[str, float] = {}
         with ExitStack() as files:
@@ -94,8 +95,8 @@ class VersionWriter:
                     frozen.add(name, tensor)
             for name, a, b, scale in factors or ():
                 assert name in self._names, f"{name} has factors, so it must be frozen"
-                trained.add(name + FACTOR_A, a)
-                trained.add(name + FACTOR_B, b)
+                for factor, tensor in zip(factor_names(name), (a, b), strict=True):
+                    trained.add(factor, tensor)
                 scales[name] = scale
             held = self._frozen if frozen is None else frozen.finish(version=version)
             manifest = trained.finish(version=version, frozen=held, factors=scales)

@@ -96,6 +96,8 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["algo=sft", "data.overlong=truncate_left"], "data.overlong=truncate_left with algo=sft"),
         (["algo=sft", "run.keep_best=eval/exact"], "run.keep_best=eval/exact with algo=sft"),
         (["algo=sft", "env=number_guess"], "env=number_guess with algo=sft"),
+        (["model.lora.rank=33"], "model.lora.rank=33"),
+        (["model=tiny_qwen3_moe", "model.lora.rank=4", "model.lora.targets=[up_proj]"], "model.lora.targets=[up_proj]"),
         (["algo=kto", "eval.rows=1"], "eval.rows=1 with algo=kto"),
         (["algo=kto", "algo.epochs=2"], "algo.epochs=2 with algo=kto"),
         (["algo=dpo"], "data.task=reverse_digits: a generated task has prompts with answers, and no pairs"),

@@ -20,7 +20,7 @@ from relax_core.train.hf.stored_weights import WholeTensor, fused, stored_weight
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
 from relax_core.train.hf.weight_slices import WeightSlice, part_view, weight_slices
 from relax_core.train.model.gpt import VALUE_HEAD
-from relax_core.weights.lora_merge import FACTOR_A, LoraFactors, merged
+from relax_core.weights.lora_merge import LoraFactors, merged
 
 if TYPE_CHECKING:
     from relax_core.train.lora import Adapters
@@ -272,9 +272,9 @@ class HfWeights:
         self.shapes: Mapping[str, tuple[int, ...]] = {weight.name: weight.shape for weight in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
         self._factor_buckets: list[list[GatheredWeight]] = []
-        self._scale = 0.0
+        self._scale, self._adapted = 0.0, dict[str, str]()  # the scale, and the adapted tensor of each factor B
         if adapters is not None:
-            self._scale = adapters.scale
+            self._scale, self._adapted = adapters.scale, {pair.b.hf: pair.base.hf for pair in adapters.tensors}
             factors = agree_on_senders(
                 factor_rules, self.factor_slices, device=self._like.device, dtype_of=lambda name: dtype
             )
@@ -307,9 +307,9 @@ class HfWeights:
             for bucket in self._factor_buckets
             for found in gather_bucket(bucket, self.factor_slices, like=self._like)
         )
-        for rule, a in gathered:
-            _, b = next(gathered)
-            yield LoraFactors(rule.hf.removesuffix(FACTOR_A) + ".weight", a, b, self._scale)
+        for _, a in gathered:
+            rule, b = next(gathered)
+            yield LoraFactors(self._adapted[rule.hf], a, b, self._scale)
 
     def _gathered(self, slices: Mapping[str, WeightSlice] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of the rules on rank 0, without the padding of the vocabulary."""

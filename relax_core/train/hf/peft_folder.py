@@ -24,7 +24,7 @@ from relax_core.train.checkpoints.checkpoint_store import atomic_folder
 from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
 from relax_core.train.hf.hf_export import READ_BYTES, SHARD_BYTES, export_hf_folder
 from relax_core.weights.folder_stream import open_safetensors, read_safetensors
-from relax_core.weights.lora_merge import FACTOR_A, FACTOR_B, LoraFactors, lora_scale, merged
+from relax_core.weights.lora_merge import LoraFactors, factor_names, lora_scale, merged
 from relax_core.weights.safetensors_stream import library_layout, write_safetensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -102,9 +102,7 @@ def write_peft(
 
 def _named(factors: Iterable[LoraFactors]) -> Iterable[tuple[str, Tensor]]:
     for name, a, b, _ in factors:
-        module = PREFIX + name.removesuffix(WEIGHT)
-        yield module + FACTOR_A, a
-        yield module + FACTOR_B, b
+        yield from zip(factor_names(PREFIX + name), (a, b), strict=True)
 
 
 def target_modules(adapted: Sequence[str], *, names: Collection[str]) -> list[str]:
