@@ -36,7 +36,7 @@ _NAMES = {
         "cached_share tool_calls failed_calls aborts encoded tower_passes feature_mb bad_media worker"
     ),
     "eval": "exact exact/low exact/high reward rows bad_rows unscored turns shadow shadow_gap loss surprisal "
-    "preference_accuracy preference_margin chosen_reward rejected_reward chosen_surprisal",
+    "kl preference_accuracy preference_margin chosen_reward rejected_reward chosen_surprisal",
     **dict.fromkeys(("actor_fwd", "reference", "critic", "teacher"), "groups version"),
     "judge_check": "accuracy",
     "run": "resumed",

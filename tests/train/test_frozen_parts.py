@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_from_layout_to_layout(folder: Path, layout: str) -> N
 def test_another_freeze_set_is_refused(folder: Path) -> None:
     backend = build(folder, SAVED, frozen=("language",))
     assert backend.frozen_weights == {name for name in backend.weight_shapes if part_of_weight(name) == "language"}
-    message = r"the parts \[projector,language\] of the model were frozen .*; now \[language\] are\. Go on with model"
+    message = r"\[projector,language\] of the model were frozen .*\[language\] are frozen.*model\.freeze="
     with pytest.raises(ValueError, match=message):
         backend.load(folder / "pp2")
 
