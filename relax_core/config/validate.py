@@ -344,7 +344,8 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
 
 def _check_offline(config: RelaxConfig) -> Iterator[str]:
     """Yields the problems of settings that an algorithm on data rows cannot have."""
-    if offline_rows(config) is None:
+    kind = offline_rows(config)
+    if kind is None:
         return
     rollout, what = config.rollout, f"algo={config.algo.name}, which trains on data rows without engines"
     if rollout.temperature != 1.0:
@@ -357,8 +358,7 @@ def _check_offline(config: RelaxConfig) -> Iterator[str]:
         yield f"data.overlong={config.data.overlong.value} with {what}: a row is never cut. Use drop."
     if config.run.keep_best is not None:
         yield NotYet(f"run.keep_best={config.run.keep_best} with {what} is not built yet. Drop it.")
-    needs = find_algorithm(config.algo.name).requirements(config.algo)
-    if needs.offline == "labels" and config.eval.every and config.eval.rows < 2:
+    if kind == "labels" and config.eval.every and config.eval.rows < 2:
         yield f"eval.rows={config.eval.rows} with {what}: a held-out row needs another row for the KL estimate. Use 2."
     if config.engine.urls:
         yield f"engine.urls with {what}. Drop engine.urls."

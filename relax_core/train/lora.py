@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +166,3 @@ class Adapters:
     def rules(self) -> list[WeightRule]:
         """Returns the rules of all factors, A before B for each tensor."""
         return [rule for tensor in self.tensors for rule in (tensor.a, tensor.b)]
-
-    def of_base(self) -> Mapping[str, AdaptedTensor]:
-        """Returns the adapted tensors by their Hugging Face names."""
-        return {tensor.base.hf: tensor for tensor in self.tensors}

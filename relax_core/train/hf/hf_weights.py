@@ -203,12 +203,8 @@ def _run(transfers: list[dist.P2POp]) -> None:
             work.wait()
 
 
-def _adapted(piece: WeightSlice, factors: Mapping[str, WeightSlice], adapters: Adapters) -> WeightSlice:
-    """Returns the slice with the sum of its base and its factors, if it has factors."""
-    tensor = adapters.of_base().get(piece.rule.hf)
-    if tensor is None:
-        return piece
-    a, b, scale = factors[tensor.a.hf], factors[tensor.b.hf], adapters.scale
+def _adapted(piece: WeightSlice, a: WeightSlice, b: WeightSlice, scale: float) -> WeightSlice:
+    """Returns the slice with the sum of its base and its factors."""
     return replace(piece, adapt=lambda base: merged(base, a.base_matrix, b.base_matrix, scale))
 
 
@@ -257,9 +253,7 @@ class HfWeights:
         names = {rule.hf for rule in factor_rules}
         self.factor_slices = {name: piece for name, piece in slices.items() if name in names}
         self._slices = {
-            name: piece if adapters is None else _adapted(piece, self.factor_slices, adapters)
-            for name, piece in slices.items()
-            if not name.startswith(VALUE_HEAD) and name not in names
+            name: piece for name, piece in slices.items() if not name.startswith(VALUE_HEAD) and name not in names
         }
         self._like = next(iter(self._slices.values())).views[0]
         dtype = next(piece.views[0].dtype for name, piece in self._slices.items() if not architecture.is_float32(name))
@@ -275,6 +269,10 @@ class HfWeights:
         self._scale, self._adapted = 0.0, dict[str, str]()  # the scale, and the adapted tensor of each factor B
         if adapters is not None:
             self._scale, self._adapted = adapters.scale, {pair.b.hf: pair.base.hf for pair in adapters.tensors}
+            for pair in adapters.tensors:
+                if (base := self._slices.get(pair.base.hf)) is not None:  # this rank has a piece of the tensor
+                    a, b = self.factor_slices[pair.a.hf], self.factor_slices[pair.b.hf]
+                    self._slices[pair.base.hf] = _adapted(base, a, b, adapters.scale)
             factors = agree_on_senders(
                 factor_rules, self.factor_slices, device=self._like.device, dtype_of=lambda name: dtype
             )
