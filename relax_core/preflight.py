@@ -219,7 +219,8 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
         return  # config/ has reported it
     if data.mix is not None and mix_problem(data.mix):
         return
-    if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
+    samples = offline_rows(config) is None
+    if samples and config.engine.context_length is not None and config.engine.context_length <= new_tokens:
         return
     if names_plugin(data) and not is_configured(data):
         return

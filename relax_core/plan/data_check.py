@@ -305,7 +305,7 @@ def _look_offline(config: RelaxConfig, kind: Offline) -> DataSummary:
             f"{bad:,} of the {look.looked:,} checked rows cannot be used, more than "
             f"data.max_bad_rows={most:g}. The first: {look.named()[0]}"
         )
-    if kind == "pairs" and look.most_rows > config.parallel.micro_batch_tokens:
+    if kind != "demonstrations" and look.most_rows > config.parallel.micro_batch_tokens:
         refused = refused or (
             f"parallel.micro_batch_tokens={config.parallel.micro_batch_tokens}: the largest pair has {look.most_rows} "
             f"token rows, and a pair is never split. Use {look.most_rows} or more."
@@ -633,4 +633,5 @@ def _key(config: RelaxConfig) -> str | None:
             return None
         stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
     settings = (config.data, config.modality, config.eval, config.env, config.model, config.algo, config.seed)
-    return repr((stats, settings, config.reward, config.engine.context_length, config.rollout.max_new_tokens))
+    sizes = (config.engine.context_length, config.rollout.max_new_tokens, config.parallel.micro_batch_tokens)
+    return repr((stats, settings, config.reward, sizes))

@@ -18,6 +18,7 @@ from relax_core.plan.placement import gpu_problems
 from relax_core.plan.plan_command import plan_run, save_plan
 from relax_core.preflight import CHECKS, settle
 from relax_core.roles.process_placement import roles_of
+from relax_core.tools.make_tiny import tiny_model_folder
 from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {
@@ -370,3 +371,21 @@ def test_a_template_that_never_writes_a_stop_token_is_warned_of_with_the_fix(tmp
     (fix,) = re.findall(r'Write ("eos_token_id": .*) into generation_config.json', warning)
     (model_folder / "generation_config.json").write_text("{" + fix + "}")
     assert warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "answer"), [("dpo", {"chosen": "123", "rejected": "456"}), ("kto", {"completion": "123", "label": True})]
+)
+def test_a_pair_larger_than_a_micro_batch_is_refused(algo: str, answer: dict[str, object], tmp_path: Path) -> None:
+    """A labelled row and its partner are a pair, too."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"rev {place}", **answer} for place in range(8)]
+    if algo == "kto":
+        rows = [row | {"completion": str(place)} for place, row in enumerate(rows)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [f"algo={algo}", "data=file", f"data.path={file}", "data.eval_size=0"]
+    words += ["model=folder", f"model.path={tiny_model_folder('tiny_qwen3', task='reverse_digits')}"]
+    words += ["eval.every=0", "rollout.prompts_per_step=4"]
+    load_config(words, checks=CHECKS, settle=settle)
+    with pytest.raises(ConfigError, match=r"parallel\.micro_batch_tokens=8: .* Use \d+ or more"):
+        load_config([*words, "parallel.micro_batch_tokens=8"], checks=CHECKS, settle=settle)
